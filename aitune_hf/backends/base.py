@@ -1,0 +1,168 @@
+"""The seam between a graph and whatever can run it faster.
+
+A backend turns a :class:`BuildRequest` into files and loads such files into an :class:`Engine`. Building and loading
+are separate, and what passes between them is plain data: files in a folder, and a JSON object that the backend owns.
+A backend declines with a reason; it never decides whether its engine is right or fast. The tuner does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from aitune_hf.graph.graph_spec import GraphSpec
+from aitune_hf.graph.sample_store import Sample
+from aitune_hf.graph.shape_envelope import ShapeEnvelope
+
+__all__ = ["AxisRange", "Backend", "BuildRequest", "BuildResult", "Engine", "LoadRequest", "WeightsPolicy"]
+
+#: How an engine gets its weights: it reads the module's live tensors, is filled from them at load, or holds its own.
+WeightsPolicy = Literal["bound", "filled", "baked"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisRange:
+    """An axis that an engine must take in every size from ``min`` to ``max``, in steps of ``multiple_of``.
+
+    Axes of the same ``name`` always have the same size; an axis without a name varies by itself.
+    """
+
+    min: int
+    max: int
+    multiple_of: int = 1
+    name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildRequest:
+    """One graph of one module, to be built into an engine.
+
+    Attributes:
+        path: the module's path, for messages.
+        module: the module; no patch of ours is left on it or its descendants while a backend sees it.
+        forward: the function to capture, bound to ``module``. Not always ``module.forward``: hooks of other
+            libraries that wrap it stay outside an engine.
+        graph: the graph.
+        example: a recorded call to trace with, resized so that no axis that varies has size 1.
+        axes: per tensor input, in the order of ``graph.input_spec.tensors``, per axis: its range, or None if fixed.
+        options: the backend's own options, JSON values.
+        workdir: an empty folder for the engine's files.
+    """
+
+    path: str
+    module: nn.Module
+    forward: Callable[..., Any]
+    graph: GraphSpec
+    example: Sample
+    axes: tuple[tuple[AxisRange | None, ...], ...]
+    workdir: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the graph runs."""
+        return next((leaf.device for leaf in self.example.inputs), torch.device("cpu"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildResult:
+    """What a build leaves.
+
+    Attributes:
+        files: names of the files in the request's ``workdir``.
+        envelope: shapes that the engine takes.
+        engine: JSON object that :meth:`Backend.load` gets back.
+    """
+
+    files: Sequence[str]
+    envelope: ShapeEnvelope
+    engine: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest:
+    """Files of an engine, to be loaded for one module.
+
+    Attributes:
+        path: the module's path, for messages.
+        module: the module whose weights the engine uses.
+        folder: holds the engine's files, digests already checked.
+        engine: the JSON object of :class:`BuildResult`.
+        device: where to run; its index may be None.
+        threads: how many threads may run the engine at once without waiting for each other.
+    """
+
+    path: str
+    module: nn.Module
+    folder: Path
+    engine: Mapping[str, Any]
+    device: torch.device
+    threads: int = 1
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """A loaded engine. May be called by several threads at once."""
+
+    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run on contiguous tensors in the order of the graph's inputs; shapes were checked by the caller.
+
+        Returns:
+            The tensor leaves of the output, in the order of the graph's outputs. ``inputs`` may be emptied.
+        """
+
+    def rebind(self) -> None:
+        """Take up the module's weights again, after their storage has changed.
+
+        Raises:
+            EngineLoadError: if they no longer have the names, shapes, dtypes, strides or device the engine needs.
+        """
+
+    def close(self) -> None:
+        """Let go of native resources and temporary files. Calling it twice is fine."""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Builds and loads engines of one kind.
+
+    Attributes:
+        name: short name, also in cache paths.
+        weights: how an engine gets its weights.
+        native: True if the artefact is executable code, so that loading one runs its author's code.
+        lossy: True if results differ by more than rounding.
+    """
+
+    name: str
+    weights: WeightsPolicy
+    native: bool
+    lossy: bool
+
+    def version(self) -> str:
+        """Version of what generates the artefact; part of the cache key."""
+
+    def available(self) -> str | None:
+        """None if it can build and load here, else why not and what would help."""
+
+    def supports(self, request: BuildRequest) -> str | None:
+        """None if it can try this graph, else why not."""
+
+    def build(self, request: BuildRequest) -> BuildResult:
+        """Build an engine into ``request.workdir``.
+
+        Raises:
+            BuildError: if it cannot.
+            GraphBreakException: if the forward cannot be captured as one graph.
+        """
+
+    def load(self, request: LoadRequest) -> Engine:
+        """Load an engine.
+
+        Raises:
+            EngineLoadError: if it cannot be loaded or the module's weights do not fit.
+        """

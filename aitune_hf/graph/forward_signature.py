@@ -1,0 +1,130 @@
+"""A forward's signature: every spelling of a call brought to one form, and back."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from aitune_hf.errors import UntunableError
+from aitune_hf.graph.values import EnumName, decode_value, encode_enum_name, encode_value, is_value
+
+__all__ = ["ForwardSignature", "Parameter"]
+
+_EMPTY = inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a forward: its name, its kind (as in :class:`inspect.Parameter`) and its default, if any."""
+
+    name: str
+    kind: str
+    has_default: bool = False
+    default: Any = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form; a default that is not a plain value is kept as its type's name."""
+        data: dict[str, Any] = {"name": self.name, "kind": self.kind}
+        if self.has_default:
+            if isinstance(self.default, EnumName):
+                data["default"] = encode_enum_name(self.default)
+            elif is_value(self.default):
+                data["default"] = encode_value(self.default)
+            else:
+                data["default"] = {"t": "opaque", "v": type(self.default).__qualname__}
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Parameter:
+        """Inverse of :meth:`to_dict`; an opaque default comes back as :class:`OpaqueDefault`."""
+        if "default" not in data:
+            return cls(data["name"], data["kind"])
+        encoded = data["default"]
+        default = OpaqueDefault(encoded["v"]) if encoded["t"] == "opaque" else decode_value(encoded)
+        return cls(data["name"], data["kind"], True, default)
+
+
+@dataclass(frozen=True)
+class OpaqueDefault:
+    """Stands for a default value that is not plain, in a signature read from a file."""
+
+    type_name: str
+
+
+@dataclass(frozen=True)
+class ForwardSignature:
+    """The parameters of a forward, in order, without ``self``."""
+
+    parameters: tuple[Parameter, ...]
+
+    @classmethod
+    def from_callable(cls, forward: Callable[..., Any]) -> ForwardSignature:
+        """Read the signature of a bound forward.
+
+        Raises:
+            UntunableError: if it has none.
+        """
+        try:
+            signature = inspect.signature(forward)
+        except (TypeError, ValueError) as error:
+            raise UntunableError(f"{forward!r} has no signature that can be read") from error
+        return cls(
+            tuple(
+                Parameter(p.name, p.kind.name, p.default is not _EMPTY, None if p.default is _EMPTY else p.default)
+                for p in signature.parameters.values()
+            )
+        )
+
+    @functools.cached_property
+    def as_inspect(self) -> inspect.Signature:
+        """The same as an :class:`inspect.Signature`."""
+        return inspect.Signature(
+            [
+                inspect.Parameter(
+                    p.name, getattr(inspect.Parameter, p.kind), default=p.default if p.has_default else _EMPTY
+                )
+                for p in self.parameters
+            ]
+        )
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Bring a call to its one form: parameter name → value, defaults applied, in signature order.
+
+        ``*args`` becomes a tuple under its parameter's name, ``**kwargs`` a dict.
+
+        Raises:
+            TypeError: as Python would, if the call does not fit.
+        """
+        bound = self.as_inspect.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def unbind(self, bound: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Inverse of :meth:`bind`: positional arguments where they can be, the rest by name."""
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for parameter in self.parameters:
+            if parameter.name not in bound:
+                continue
+            value = bound[parameter.name]
+            if parameter.kind == "VAR_POSITIONAL":
+                args.extend(value)
+            elif parameter.kind == "VAR_KEYWORD":
+                kwargs.update(value)
+            elif parameter.kind == "KEYWORD_ONLY":
+                kwargs[parameter.name] = value
+            else:
+                args.append(value)
+        return tuple(args), kwargs
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {"parameters": [parameter.to_dict() for parameter in self.parameters]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ForwardSignature:
+        """Inverse of :meth:`to_dict`."""
+        return cls(tuple(Parameter.from_dict(item) for item in data["parameters"]))

@@ -1,0 +1,1 @@
+"""Records, builds, checks, times and decides."""

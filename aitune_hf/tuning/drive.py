@@ -1,0 +1,261 @@
+"""Tunes a set of named modules by running what the user runs: record, tune, report."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from aitune_hf.backends.base import Backend
+from aitune_hf.backends.registry import available_backends, get_backend
+from aitune_hf.cache import LocalStore, canonical_json, default_cache_dir
+from aitune_hf.config import TuneConfig
+from aitune_hf.errors import AITuneError, SampleError
+from aitune_hf.graph.hierarchy_hash import hierarchy_hash
+from aitune_hf.jit.hierarchy import walk
+from aitune_hf.jit.module_state import ModuleState
+from aitune_hf.jit.patched_module import PatchedModule
+from aitune_hf.jit.patcher import Patcher, patched_modules, unpatch_tree
+from aitune_hf.jit.preserved import preserved
+from aitune_hf.jit.pristine import pristine
+from aitune_hf.jit.session import TuningSession, use_session
+from aitune_hf.jit.statistics import TuningStats
+from aitune_hf.tuning.report import ModuleRow, TuningReport
+from aitune_hf.tuning.tuner import EngineTuner
+
+__all__ = ["make_tuner", "restore_modules", "stats_of", "tune_modules"]
+
+logger = logging.getLogger("aitune_hf")
+#: Passes over the samples: one, and one per level that could not be replayed.
+MAX_PASSES = 4
+
+
+def make_tuner(config: TuneConfig) -> EngineTuner:
+    """A tuner over the local cache with the backends the configuration names."""
+    names = config.backends
+    backends: list[Backend] = []
+    for item in available_backends() if names is None else names:
+        backends.append(get_backend(item) if isinstance(item, str) else item)
+    store = LocalStore(config.cache_dir or default_cache_dir(os.environ))
+    return EngineTuner(store, backends, config)
+
+
+def tune_modules(
+    roots: Mapping[str, nn.Module],
+    drive: Callable[[Any], object],
+    samples: Sequence[Any],
+    config: TuneConfig,
+) -> TuningReport:
+    """Record ``drive(sample)`` for each sample, then tune the modules that were called.
+
+    Whatever happens, the modules work afterwards: tuned, or as they were.
+
+    Args:
+        roots: path → module to look at, with all below it.
+        drive: runs the target once.
+
+    Raises:
+        SampleError: if there is no sample, or the target raises on one; nothing is changed then.
+    """
+    if not samples:
+        raise SampleError("tune needs at least one sample: a prompt, a dict of call arguments, or a callable")
+    start = time.perf_counter()
+    for root in roots.values():
+        unpatch_tree(root)
+    tuner = make_tuner(config)
+    session = TuningSession(config, tuner)
+    session.replaying = True  # Nothing is tuned in the middle of a call: that comes after the recording.
+    with ExitStack() as undo:
+        for root in roots.values():
+            undo.callback(unpatch_tree, root)
+        with use_session(session):
+            Patcher(session).patch_all(roots.items())
+            _record(session, tuner, drive, samples, roots)
+            session.replaying = False
+            if not session.heads:
+                raise SampleError(f"the samples called none of the modules {', '.join(roots)}; nothing can be tuned")
+            if config.mode != "inspect":
+                _tune_heads(session)
+            report = _report(session, tuner, len(samples), start)
+        _settle(roots)
+        _remember(roots, tuner)
+        undo.pop_all()
+    return report
+
+
+def _record(
+    session: TuningSession,
+    tuner: EngineTuner,
+    drive: Callable[[Any], object],
+    samples: Sequence[Any],
+    roots: Mapping[str, nn.Module],
+) -> None:
+    for _ in range(MAX_PASSES):
+        start = time.perf_counter()
+        with tuner.progress.phase("recording", len(samples), "sample") as bar:
+            for index, sample in enumerate(samples):
+                _run_sample(drive, sample, index)
+                bar.update()
+        logger.debug("recorded %d samples in %.2f s", len(samples), time.perf_counter() - start)
+        if not _record_deeper(session):
+            return
+
+
+def _run_sample(drive: Callable[[Any], object], sample: Any, index: int) -> None:
+    try:
+        with preserved():
+            drive(sample)
+    except AITuneError:
+        raise
+    except Exception as error:
+        raise SampleError(
+            f"sample {index} ({_short(sample)}) failed in the pipeline itself: {type(error).__name__}: {error}. "
+            "Nothing was tuned; run the same call without tune() to see it fail alone."
+        ) from error
+
+
+def _short(sample: Any) -> str:
+    text = repr(sample)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _record_deeper(session: TuningSession) -> bool:
+    """Where a module cannot become an engine nor be replayed, its children need samples of their own."""
+    again = False
+    for patched in walk(session.heads):
+        graphs = patched.recorder.graphs.values()
+        hopeless = bool(graphs) and all(graph.untunable for graph in graphs)
+        if patched.state is ModuleState.RECORDING and patched.recorder.keep_samples and hopeless:
+            if any(len(graph.samples) for graph in graphs):
+                continue
+            for child in patched.children:
+                if not child.recorder.keep_samples:
+                    child.recorder.keep_samples = again = True
+    return again
+
+
+def _tune_heads(session: TuningSession) -> None:
+    total = sum(head.recorder.seconds for head in session.heads) or 1.0
+    for head in sorted(session.heads, key=lambda head: -head.recorder.seconds):
+        share = head.recorder.seconds / total
+        if head.state is not ModuleState.RECORDING:
+            continue
+        if share < session.config.min_share:
+            head.keep_eager(f"takes {share:.2%} of the time (min_share is {session.config.min_share:.2%})")
+        else:
+            head.tune()
+
+
+def _report(session: TuningSession, tuner: EngineTuner, samples: int, start: float) -> TuningReport:
+    modules = [patched for patched in walk(session.heads) if patched.level == 0 or patched.results]
+    total = sum(head.recorder.seconds for head in session.heads) or 1.0
+    rows = [row for patched in modules for row in _rows(patched, total)]
+    winners = [result.winner for result in tuner.results if result.winner is not None]
+    tuned = {id(p): p for patched in modules if patched.engines for p in patched.module.parameters()}
+    store = tuner.store
+    return TuningReport(
+        rows=rows,
+        results=list(tuner.results),
+        stats=TuningStats({patched.label: patched.stats for patched in modules}),
+        samples=samples,
+        seconds=time.perf_counter() - start,
+        engine_bytes=sum(winner.artifact_bytes for winner in winners),
+        weights_bytes=sum(p.numel() * p.element_size() for p in tuned.values()),
+        cache_dir=f"in memory ({store.unwritable_reason})" if store.unwritable_reason else str(store.root),
+    )
+
+
+def _rows(patched: PatchedModule, total: float) -> list[ModuleRow]:
+    module = patched.module
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    name = patched.label
+    results = patched.results or [None]
+    rows = []
+    for index, result in enumerate(results):
+        winner = result.winner if result else None
+        seconds = result.seconds if result else patched.recorder.seconds
+        note = "" if winner else (result.reason if result else patched.reasons.get("module", "eager stays"))
+        rows.append(
+            ModuleRow(
+                path=name if len(results) == 1 else f"{name}[{index}]",
+                class_name=type(module).__name__,
+                parameters=parameters,
+                share=seconds / total,
+                backend=winner.backend if winner else "eager",
+                speedup=winner.timing.speedup if winner and winner.timing else None,
+                max_error=winner.max_error if winner else None,
+                seconds=(winner.build_s or winner.load_s) if winner else 0.0,
+                source=winner.source if winner else "",
+                note=note,
+            )
+        )
+    return rows
+
+
+def _settle(roots: Mapping[str, nn.Module]) -> None:
+    """Keep the patches that answer calls or count them at the top; lift all others."""
+    for root in roots.values():
+        for patched in list(patched_modules(root)):
+            below_tuned = any(below.state is ModuleState.TUNED for below in walk(patched.children))
+            called_top = patched.level == 0 and patched.state is ModuleState.EAGER
+            if patched.state is not ModuleState.TUNED and not called_top and not below_tuned:
+                patched._unpatch()
+
+
+def _target_hash(roots: Mapping[str, nn.Module]) -> str:
+    """Identity of a whole target: its modules' structures by path."""
+    parts = {path: hierarchy_hash(root) for path, root in roots.items()}
+    return hashlib.sha256(canonical_json(parts)).hexdigest()
+
+
+def _remember(roots: Mapping[str, nn.Module], tuner: EngineTuner) -> None:
+    """Note which modules of this target are tuned, so that the next process need not look at all of them."""
+    paths = [p.path for root in roots.values() for p in patched_modules(root) if p.state is ModuleState.TUNED]
+    with ExitStack() as lifted:
+        for root in roots.values():
+            lifted.enter_context(pristine(root))
+        name = f"pipelines/{_target_hash(roots)}-{tuner.policy[:8]}.json"
+    tuner.store.write_record(name, {"schema": 1, "modules": sorted(paths)})
+
+
+def restore_modules(roots: Mapping[str, nn.Module], config: TuneConfig) -> int:
+    """Take over the engines that the local cache has for a target that was tuned before, without running it.
+
+    Each engine is checked against eager at its first call.
+
+    Returns:
+        The number of engines taken over.
+    """
+    tuner = make_tuner(config)
+    record = tuner.store.read_record(f"pipelines/{_target_hash(roots)}-{tuner.policy[:8]}.json")
+    paths = record.get("modules") if record else None
+    if not isinstance(paths, list):
+        return 0
+    session = TuningSession(config, tuner)
+    found = dict(patchable_paths(roots))
+    patched = [Patcher(session).patch(found[path], path) for path in paths if path in found]
+    for one in patched:
+        if not one.restore():
+            one._unpatch()
+    return sum(len(one.engines) for one in patched)
+
+
+def patchable_paths(roots: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Every module of a target with its path."""
+    return [
+        (".".join(part for part in (path, name) if part), module)
+        for path, root in roots.items()
+        for name, module in root.named_modules()
+    ]
+
+
+def stats_of(roots: Mapping[str, nn.Module]) -> TuningStats:
+    """Counters of every module that is still observed."""
+    found = {patched.label: patched.stats for root in roots.values() for patched in patched_modules(root)}
+    return TuningStats(found)

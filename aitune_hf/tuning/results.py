@@ -1,0 +1,96 @@
+"""What came of each candidate, each graph and each module, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from aitune_hf.graph.graph_spec import GraphSpec
+
+__all__ = ["CandidateResult", "GraphResult", "Timing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Paired timings of eager and of an engine, in one run.
+
+    Attributes:
+        eager_ms, engine_ms: median latency per call, milliseconds, weighted by how often each shape was called.
+        speedup: median over the pairs of eager / engine.
+        low, high: quartiles of the same.
+        pairs: pairs timed.
+    """
+
+    eager_ms: float
+    engine_ms: float
+    speedup: float
+    low: float
+    high: float
+    pairs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CandidateResult:
+    """One backend with one set of options, tried on one graph.
+
+    Attributes:
+        outcome: ``won``, ``right`` (but another was faster), ``slower`` (than eager), ``wrong``, ``failed``,
+            ``declined`` (by the backend), ``unavailable`` (on this machine) or ``skipped`` (time budget).
+        reason: why, for all but ``won``.
+        max_error: largest absolute difference from eager over all checks.
+        source: ``built`` in this process or ``loaded`` from a cache.
+    """
+
+    backend: str
+    outcome: str
+    reason: str = ""
+    source: str = ""
+    structural: bool = False
+    max_error: float | None = None
+    build_s: float = 0.0
+    load_s: float = 0.0
+    artifact_bytes: int = 0
+    timing: Timing | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> CandidateResult:
+        """Inverse of :meth:`to_dict`."""
+        timing = data.get("timing")
+        return cls(**{**data, "timing": Timing(**timing) if timing else None})
+
+
+@dataclass(kw_only=True)
+class GraphResult:
+    """What came of one graph.
+
+    Attributes:
+        path: module path.
+        winner: the candidate that answers its calls, or None where eager does.
+        reason: why eager stays.
+        candidates: all that were tried, one per engine variant.
+    """
+
+    path: str
+    graph: GraphSpec
+    calls: int = 0
+    seconds: float = 0.0
+    winner: CandidateResult | None = None
+    reason: str = ""
+    candidates: Sequence[CandidateResult] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {
+            "path": self.path,
+            "graph": self.graph.to_dict(),
+            "calls": self.calls,
+            "seconds": self.seconds,
+            "winner": self.winner.to_dict() if self.winner else None,
+            "reason": self.reason,
+            "candidates": [candidate.to_dict() for candidate in self.candidates],
+        }
