@@ -1,11 +1,70 @@
 """Faster Diffusers and Transformers pipelines: record, tune, cache, share.
 
-Importing this package patches nothing, and imports diffusers and transformers only when they are used.
+Importing this package patches nothing; diffusers and transformers are imported when they are used.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
-try:
-    __version__ = version("aitune-hf")
-except PackageNotFoundError:  # Run from a checkout that is not installed.
-    __version__ = "0.0.0"
+from aitune_hf.config import Tolerance, TuneConfig
+from aitune_hf.errors import AITuneError
+from aitune_hf.version import __version__
+
+if TYPE_CHECKING:
+    from aitune_hf import backends, cache, errors, graph, jit
+    from aitune_hf.functional import stats, tune, untune
+    from aitune_hf.graph.hierarchy_hash import explain, hierarchy_hash
+    from aitune_hf.jit.statistics import TuningStats
+    from aitune_hf.model import AITuneModel
+    from aitune_hf.pipeline import AITunePipeline
+    from aitune_hf.tuning.report import TuningReport
+
+__all__ = [
+    "AITuneError",
+    "AITuneModel",
+    "AITunePipeline",
+    "Tolerance",
+    "TuneConfig",
+    "TuningReport",
+    "TuningStats",
+    "__version__",
+    "backends",
+    "cache",
+    "errors",
+    "explain",
+    "graph",
+    "hierarchy_hash",
+    "jit",
+    "stats",
+    "tune",
+    "untune",
+]
+
+#: Public names that need torch or more: imported at first use.
+_LATE = {
+    "AITuneModel": "aitune_hf.model",
+    "AITunePipeline": "aitune_hf.pipeline",
+    "TuningReport": "aitune_hf.tuning.report",
+    "TuningStats": "aitune_hf.jit.statistics",
+    "explain": "aitune_hf.graph.hierarchy_hash",
+    "hierarchy_hash": "aitune_hf.graph.hierarchy_hash",
+    "stats": "aitune_hf.functional",
+    "tune": "aitune_hf.functional",
+    "untune": "aitune_hf.functional",
+}
+_SUBPACKAGES = frozenset({"backends", "cache", "errors", "graph", "jit"})
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"aitune_hf.{name}")
+    if name not in _LATE:
+        raise AttributeError(f"module 'aitune_hf' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LATE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -22,7 +22,7 @@ from aitune_hf.tuning.drive import restore_modules, stats_of, tune_modules
 from aitune_hf.tuning.report import TuningReport
 from aitune_hf.tuning.samples import driver, generators_restored, sample_list
 
-__all__ = ["AITunePipeline", "TunedPipelineMixin", "modules_of"]
+__all__ = ["AITunePipeline", "TunedPipelineMixin", "load_message", "modules_of", "tune_target"]
 
 
 def modules_of(target: Any) -> dict[str, nn.Module]:
@@ -132,7 +132,7 @@ class AITunePipeline:
         except AITuneError:
             raise
         except (OSError, ValueError, ImportError) as error:
-            raise PipelineLoadError(_load_message(name, error)) from error
+            raise PipelineLoadError(load_message(name, error)) from error
         return _ready(pipe, config)
 
     @staticmethod
@@ -182,7 +182,8 @@ def _check_local(name: str, task: str | None) -> None:
         raise PipelineLoadError(f"{name} has no {hf_diffusers.INDEX_NAME}, so it is no Diffusers pipeline; {hint}")
 
 
-def _load_message(name: str, error: BaseException) -> str:
+def load_message(name: str, error: BaseException) -> str:
+    """Why a pipeline or model could not be loaded, in one line, and what to do."""
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     hint = ""

@@ -1,1 +1,1 @@
-"""What can run a graph faster than eager, and the seam to add more."""
+"""Backends: what turns a graph into something faster. Reached by name, through :mod:`.registry`."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import linecache
-import logging
 import traceback
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +23,14 @@ from aitune_hf.backends.base import BuildRequest
 from aitune_hf.backends.constants import Constant, live_tensors, memory_key
 from aitune_hf.backends.constants import Path as TensorPath
 from aitune_hf.backends.extents import envelope_of
-from aitune_hf.errors import AITuneError, BuildError, GraphBreakException
+from aitune_hf.backends.quiet import quiet_torch
+from aitune_hf.errors import AITuneError, BuildError, GraphBreakException, UntunableError
+from aitune_hf.graph.graph_spec import GraphSpec
+from aitune_hf.graph.sample_store import Sample
 from aitune_hf.graph.shape_envelope import ShapeEnvelope
 from aitune_hf.graph.structure import Node, flatten, unflattener
 
-__all__ = ["CapturedGraph", "FlatCall", "capture", "quiet_torch"]
+__all__ = ["CapturedGraph", "FlatCall", "capture", "capture_problem"]
 
 _PREFIX = "module."
 _KINDS = {
@@ -57,18 +58,25 @@ class CapturedGraph:
     residuals: Mapping[str, torch.Tensor]
 
 
+class Seen:
+    """What a trace saw of the output."""
+
+    node: Node | None = None
+
+
 class FlatCall(nn.Module):
     """A module's call of one graph, with its tensor leaves as positional arguments and a tuple of them as result.
 
-    Attributes:
-        output_node: the output's structure, once it has been called.
+    Args:
+        request: whose graph.
+        seen: gets the output's structure when it is called. Not an attribute of this module that export would reset.
     """
 
-    def __init__(self, request: BuildRequest) -> None:
+    def __init__(self, request: BuildRequest, seen: Seen | None = None) -> None:
         super().__init__()
         self.module = request.module
         self.training = request.module.training
-        self.output_node: list[Node] = []
+        self._seen = seen or Seen()
         self._forward = request.forward
         self._rebuild = unflattener(request.example.input_node)
         self._signature = request.graph.forward_signature
@@ -81,7 +89,7 @@ class FlatCall(nn.Module):
         with self._context.enter(self._device_type):
             output = self._forward(*args, **kwargs)
         node, tensors = flatten(output)
-        self.output_node[:] = [node]
+        self._seen.node = node
         return tuple(tensors)
 
 
@@ -92,14 +100,35 @@ def capture(request: BuildRequest) -> CapturedGraph:
         GraphBreakException: if the forward cannot be captured, with the line of the user's code where known.
         BuildError: if it can, but not for the shapes asked for.
     """
-    call = FlatCall(request)
-    program = _export(call, request)
-    _check_output(call.output_node[0], request)
+    seen = Seen()
+    program = _export(FlatCall(request, seen), request)
+    assert seen.node is not None
+    _check_output(seen.node, request)
     _check_mutation(program, request)
     constants, residuals = _name_constants(program, request.module)
     return CapturedGraph(
         program=program, envelope=envelope_of(program, request), constants=constants, residuals=residuals
     )
+
+
+def capture_problem(
+    path: str, module: nn.Module, forward: Callable[..., Any], graph: GraphSpec, sample: Sample
+) -> str | None:
+    """None if a graph can be captured for the shapes of ``sample``, else why not."""
+    request = BuildRequest(
+        path=path,
+        module=module,
+        forward=forward,
+        graph=graph,
+        example=sample,
+        axes=tuple((None,) * leaf.dim() for leaf in sample.inputs),
+        workdir=Path(),
+    )
+    try:
+        capture(request)
+    except (BuildError, UntunableError) as error:
+        return str(error).removeprefix(f"{path}: ")
+    return None
 
 
 def _export(call: FlatCall, request: BuildRequest) -> ExportedProgram:
@@ -136,7 +165,7 @@ def _dynamic_shapes(request: BuildRequest) -> tuple[dict[int, Any], ...]:
     # AUTO lets export find how axes relate; a named Dim would have to state every relation beforehand.
     return tuple(
         {
-            axis: Dim.AUTO(min=wanted.min, max=wanted.max)  # type: ignore[operator]
+            axis: Dim.AUTO(min=wanted.min, max=wanted.max)
             for axis, wanted in enumerate(ranges)
             if wanted is not None and wanted.min < wanted.max
         }
@@ -175,9 +204,10 @@ def _name_constants(
         for name in [name for name in table if name.startswith(_PREFIX)]:
             table[name.removeprefix(_PREFIX)] = table.pop(name)
     attributes: dict[Any, list[TensorPath]] = {}
-    for path, tensor in live_tensors(module):
-        attributes.setdefault(memory_key(tensor), []).append(path)
+    for at, tensor in live_tensors(module):
+        attributes.setdefault(memory_key(tensor), []).append(at)
     found: list[tuple[str, str, TensorPath, torch.Tensor]] = []
+    path: TensorPath
     for spec in program.graph_signature.input_specs:
         kind = _KINDS.get(spec.kind)
         if kind is None:
@@ -185,7 +215,7 @@ def _name_constants(
         assert spec.target is not None
         name = spec.target = spec.target.removeprefix(_PREFIX)
         tensor = program.state_dict[name] if name in program.state_dict else program.constants[name]
-        path: TensorPath = tuple(name.split("."))
+        path = tuple(name.split("."))
         if kind == "residual":
             # From here on it is an ordinary constant with a name: compilers rename what is not a buffer.
             spec.kind, spec.persistent = InputKind.BUFFER, False
@@ -193,18 +223,18 @@ def _name_constants(
             kind = "attribute" if path else "residual"
         found.append((name, kind, path, tensor))
     shared: dict[Any, list[TensorPath]] = {}
-    for _, kind, path, tensor in found:
+    for _, kind, at, tensor in found:
         if kind != "residual":
-            shared.setdefault(memory_key(tensor), []).append(path)
+            shared.setdefault(memory_key(tensor), []).append(at)
     constants = tuple(
         Constant.of(
             name,
             kind,  # type: ignore[arg-type]
-            path,
+            at,
             tensor,
-            [other for other in shared.get(memory_key(tensor), []) if other != path],
+            [other for other in shared.get(memory_key(tensor), []) if other != at],
         )
-        for name, kind, path, tensor in found
+        for name, kind, at, tensor in found
     )
     return constants, {name: tensor.detach() for name, kind, _, tensor in found if kind == "residual"}
 
@@ -267,25 +297,3 @@ def _reason(error: BaseException) -> str:
 
 _TORCH = Path(torch.__file__).parent
 _HERE = Path(__file__).parent
-
-
-class _OnlyErrors(logging.Filter):
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR
-
-
-@contextlib.contextmanager
-def quiet_torch() -> Iterator[None]:
-    """Keep warnings that only concern torch's own developers from the user while a candidate is tried."""
-    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch._inductor")]
-    loggers += [logging.getLogger("torch._export.non_strict_utils"), logging.getLogger("torch.export._trace")]
-    only_errors = _OnlyErrors()
-    for logger in loggers:
-        logger.addFilter(only_errors)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(only_errors)

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import sympy  # type: ignore[import-untyped]
+
 from aitune_hf.backends.base import AxisRange, BuildRequest
 from aitune_hf.errors import BuildError
 from aitune_hf.graph.shape_envelope import Extent, ShapeEnvelope
@@ -139,15 +141,11 @@ def _guards(shapes: Sequence[tuple[Any, ...]]) -> list[Any]:
 
 
 def _holds(guard: Any, point: Mapping[Any, int]) -> bool:
-    import sympy
-
     return bool(guard.xreplace({symbol: sympy.Integer(value) for symbol, value in point.items()}) != sympy.false)
 
 
 def _is_unit_failure(guard: Any, point: Mapping[Any, int]) -> bool:
     """True if ``guard`` only says that some size is not 1, and at ``point`` it is 1."""
-    import sympy
-
     if not isinstance(guard, sympy.core.relational.Relational):
         return False
     for side, other in ((guard.lhs, guard.rhs), (guard.rhs, guard.lhs)):
@@ -183,8 +181,6 @@ def _values(symbol: Any, axes: Sequence[_Axis], guards: Sequence[Any], program: 
 
 def _window(guards: Sequence[Any]) -> int:
     """How many values to look at to see a pattern: several periods of the largest divisor in the guards."""
-    import sympy
-
     parts = [part for guard in guards for part in guard.atoms(sympy.Function) if len(part.args) == 2]
     divisors = [abs(int(part.args[1])) for part in parts if part.args[1].is_Integer]
     return max(_WINDOW, 4 * max((divisor for divisor in divisors if divisor < 4096), default=1))

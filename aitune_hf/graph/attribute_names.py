@@ -7,7 +7,7 @@ from torch import nn
 __all__ = ["CONFIG_COUNT", "MODULE_INTERNALS", "OFF_UNLESS_TRUE", "SEATS", "is_identity"]
 
 # Other parts answer for replaced forwards and for hooks; the last is torch.compile's in-place form.
-SEATS = frozenset({"forward", "_old_forward", "_hf_hook", "_diffusers_hook", "__reduce_ex__", "_compiled_call_impl"})
+SEATS = frozenset({"forward", "_old_forward", "_hf_hook", "_diffusers_hook", "__getstate__", "_compiled_call_impl"})
 # Where a model came from, where it runs, how it is loaded or split over devices: nothing that one forward
 # computes from.
 _IDENTITY = frozenset(
@@ -40,4 +40,4 @@ MODULE_INTERNALS = frozenset(vars(nn.Module()))  # hooks, parameter tables, ``tr
 
 def is_identity(name: str, *, config: bool) -> bool:
     """Whether an attribute, or a key of a mapping, tells only where a model is from or where it runs."""
-    return name in _IDENTITY or name.endswith("name_or_path") or (config and name in _CONFIG_IDENTITY)
+    return name in _IDENTITY or name.startswith("_aitune_") or name.endswith("name_or_path") or (config and name in _CONFIG_IDENTITY)

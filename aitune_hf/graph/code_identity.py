@@ -93,6 +93,7 @@ class CodeIdentity:
             UntunableError: neither source nor bytecode of a class can be had (a compiled extension class).
         """
         if cls not in self._classes:
+            cls = _real_class(cls)
             lineage = [c for c in cls.__mro__ if not _is_transparent(c, cls)]
             entries = [self._class(c, depth) for c in lineage if qualified_name(c) not in _ROOTS]
             self._classes[cls] = entries
@@ -235,6 +236,12 @@ _ROOTS = frozenset(
         "abc.ABC",
     }
 )
+
+
+def _real_class(cls: type) -> type:
+    """The class that this package made ``cls`` from, to add methods of tuning; ``cls`` itself for all others."""
+    base = cls.__dict__.get("_aitune_base_class")
+    return _real_class(base) if isinstance(base, type) else cls
 
 
 def _is_transparent(cls: type, leaf: type) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aitune_hf.errors import UntunableError
-from aitune_hf.graph.values import EnumName, decode_value, encode_enum_name, encode_value, is_value
+from aitune_hf.graph.values import EnumName, decode_value, encode_enum_name, encode_value, is_value, same_value
 
 __all__ = ["ForwardSignature", "Parameter"]
 
@@ -24,6 +24,10 @@ class Parameter:
     kind: str
     has_default: bool = False
     default: Any = None
+
+    def is_default(self, value: Any) -> bool:
+        """True if ``value`` is this parameter's default, as far as that can be told for sure."""
+        return self.has_default and (value is self.default or same_value(value, self.default))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; a default that is not a plain value is kept as its type's name."""
@@ -103,22 +107,38 @@ class ForwardSignature:
         return dict(bound.arguments)
 
     def unbind(self, bound: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Inverse of :meth:`bind`: positional arguments where they can be, the rest by name."""
+        """Inverse of :meth:`bind`, spelled as decorators of a forward expect it.
+
+        Arguments go by name wherever they can, and those that have their default's value are left out: a decorator that
+        fills in or looks for a keyword must find what it finds in the calls of users.
+        """
+        last = max((i for i, p in enumerate(self.parameters) if self._goes_by_position(p, bound)), default=-1)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for parameter in self.parameters:
-            if parameter.name not in bound:
+        for index, parameter in enumerate(self.parameters):
+            name = parameter.name
+            if name not in bound:
                 continue
-            value = bound[parameter.name]
+            value = bound[name]
             if parameter.kind == "VAR_POSITIONAL":
                 args.extend(value)
             elif parameter.kind == "VAR_KEYWORD":
                 kwargs.update(value)
-            elif parameter.kind == "KEYWORD_ONLY":
-                kwargs[parameter.name] = value
-            else:
+            elif index <= last and parameter.kind != "KEYWORD_ONLY":
                 args.append(value)
+            elif not parameter.is_default(value):
+                kwargs[name] = value
         return tuple(args), kwargs
+
+    @staticmethod
+    def _goes_by_position(parameter: Parameter, bound: Mapping[str, Any]) -> bool:
+        """True for what has no name in a call: all before it must then go by position too."""
+        if parameter.name not in bound:
+            return False
+        value = bound[parameter.name]
+        if parameter.kind == "VAR_POSITIONAL":
+            return bool(value)
+        return parameter.kind == "POSITIONAL_ONLY" and not parameter.is_default(value)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""

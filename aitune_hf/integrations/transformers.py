@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import Any, cast
 
 from torch import nn
 
-__all__ = ["is_pipeline", "load_pipeline", "model_class", "pipeline_class", "pipeline_modules"]
+__all__ = ["is_pipeline", "load_model", "load_pipeline", "pipeline_class", "pipeline_modules"]
 
 
 def is_pipeline(target: object) -> bool:
@@ -25,8 +26,11 @@ def pipeline_class(task: str) -> type[Any]:
     from transformers.pipelines import PIPELINE_REGISTRY
 
     _, targeted, _ = PIPELINE_REGISTRY.check_task(task)
-    found: type[Any] = targeted["impl"]
-    return found
+    found: Any = targeted["impl"]
+    if isinstance(found, str):  # Newer releases name the class and import it late.
+        module, _, name = found.rpartition(".")
+        found = getattr(importlib.import_module(module or "transformers"), name)
+    return cast("type[Any]", found)
 
 
 def load_pipeline(task: str, name_or_path: str, cls: type[Any], **kwargs: Any) -> Any:
@@ -42,7 +46,7 @@ def pipeline_modules(pipe: Any) -> dict[str, nn.Module]:
     return {name: value for name, value in vars(pipe).items() if isinstance(value, nn.Module)}
 
 
-def model_class(auto_class: Any, name_or_path: str, **kwargs: Any) -> Any:
+def load_model(auto_class: Any, name_or_path: str, **kwargs: Any) -> Any:
     """Load a model by an auto class, ``transformers.AutoModel`` if None."""
     import transformers
 

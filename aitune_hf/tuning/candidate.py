@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aitune_hf import __version__
+from aitune_hf.version import __version__
 from aitune_hf.backends.base import Backend, BuildRequest, LoadRequest
 from aitune_hf.cache import EngineKey, Entry, Environment, LocalStore, Miss
 from aitune_hf.errors import BuildError, CandidateError, EngineLoadError, GraphBreakException
@@ -24,7 +24,7 @@ from aitune_hf.jit.dispatcher import InstalledEngine
 from aitune_hf.jit.statistics import ModuleStats
 from aitune_hf.tuning.axes import Axes, axes_to_json, example_for
 
-__all__ = ["Subject", "build_candidate", "engine_key", "load_engine"]
+__all__ = ["Subject", "build_candidate", "build_request", "engine_key", "load_engine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +59,22 @@ def engine_key(
     )
 
 
+def build_request(
+    subject: Subject, graph: GraphSpec, sample: Sample, axes: Axes, options: Mapping[str, Any], folder: Path
+) -> BuildRequest:
+    """What a backend is asked to build."""
+    return BuildRequest(
+        path=subject.path,
+        module=subject.module,
+        forward=subject.forward,
+        graph=graph,
+        example=example_for(sample, axes),
+        axes=axes,
+        workdir=folder,
+        options=dict(options),
+    )
+
+
 def build_candidate(
     subject: Subject,
     graph: GraphSpec,
@@ -85,16 +101,7 @@ def build_candidate(
         if slot.miss is not None:
             subject.stats.misses[slot.miss.reason] += 1
         with tempfile.TemporaryDirectory(prefix="aitune-build-") as folder:
-            request = BuildRequest(
-                path=subject.path,
-                module=subject.module,
-                forward=subject.forward,
-                graph=graph,
-                example=example_for(sample, axes),
-                axes=axes,
-                workdir=Path(folder),
-                options=dict(options),
-            )
+            request = build_request(subject, graph, sample, axes, options, Path(folder))
             declined = backend.supports(request)
             if declined:
                 raise BuildError(f"{backend.name} declines {subject.path}: {declined}")

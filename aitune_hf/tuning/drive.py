@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
 
-from aitune_hf.backends.base import Backend
 from aitune_hf.backends.registry import available_backends, get_backend
 from aitune_hf.cache import LocalStore, canonical_json, default_cache_dir
 from aitune_hf.config import TuneConfig
@@ -38,10 +38,10 @@ MAX_PASSES = 4
 
 def make_tuner(config: TuneConfig) -> EngineTuner:
     """A tuner over the local cache with the backends the configuration names."""
-    names = config.backends
-    backends: list[Backend] = []
-    for item in available_backends() if names is None else names:
-        backends.append(get_backend(item) if isinstance(item, str) else item)
+    if config.backends is None:
+        backends = available_backends()
+    else:
+        backends = [get_backend(item) if isinstance(item, str) else item for item in config.backends]
     store = LocalStore(config.cache_dir or default_cache_dir(os.environ))
     return EngineTuner(store, backends, config)
 
@@ -115,13 +115,15 @@ def _run_sample(drive: Callable[[Any], object], sample: Any, index: int) -> None
         raise
     except Exception as error:
         raise SampleError(
-            f"sample {index} ({_short(sample)}) failed in the pipeline itself: {type(error).__name__}: {error}. "
+            f"sample {index} ({_short(sample)}) failed in the target itself: {type(error).__name__}: {error}. "
             "Nothing was tuned; run the same call without tune() to see it fail alone."
         ) from error
 
 
 def _short(sample: Any) -> str:
-    text = repr(sample)
+    if isinstance(sample, torch.Tensor):
+        return f"a tensor of shape {list(sample.shape)}"
+    text = " ".join(repr(sample).split())
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -19,6 +19,7 @@ class Timing:
         eager_ms, engine_ms: median latency per call, milliseconds, weighted by how often each shape was called.
         speedup: median over the pairs of eager / engine.
         low, high: quartiles of the same.
+        sure: lower end of the 90 % confidence interval of the median.
         pairs: pairs timed.
     """
 
@@ -27,6 +28,7 @@ class Timing:
     speedup: float
     low: float
     high: float
+    sure: float
     pairs: int
 
 

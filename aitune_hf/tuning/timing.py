@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -69,8 +70,12 @@ def paired_timing(
         heft = share * statistics.median(theirs) / len(theirs)
         ratios += [(a / b, heft) for a, b in zip(theirs, ours, strict=True)]
         count += len(theirs)
-    low, middle, high = (_weighted_quantile(ratios, q) for q in (0.25, 0.5, 0.75))
-    return Timing(eager_ms=eager_ms, engine_ms=engine_ms, speedup=middle, low=low, high=high, pairs=count)
+    # By order statistics: the rank of the median is binomial, with a standard deviation of sqrt(n) / 2.
+    sure = max(0.0, 0.5 - 1.645 / (2 * math.sqrt(count)))
+    low, middle, high, bound = (_weighted_quantile(ratios, q) for q in (0.25, 0.5, 0.75, sure))
+    return Timing(
+        eager_ms=eager_ms, engine_ms=engine_ms, speedup=middle, low=low, high=high, sure=bound, pairs=count
+    )
 
 
 def _weighted_quantile(values: list[tuple[float, float]], q: float) -> float:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from aitune_hf.version import __version__
 from aitune_hf.backends.base import Backend
+from aitune_hf.backends.export import capture
 from aitune_hf.cache import Environment, LocalStore
 from aitune_hf.config import TuneConfig
 from aitune_hf.errors import CandidateError, CorrectnessError, EngineLoadError, GraphBreakException, UntunableError
@@ -23,7 +27,7 @@ from aitune_hf.jit.dispatcher import Dispatcher, InstalledEngine
 from aitune_hf.jit.patched_module import PatchedModule
 from aitune_hf.jit.recorder import RecordedGraph
 from aitune_hf.tuning.axes import Axes, fixed_axes, varying_axes
-from aitune_hf.tuning.candidate import Subject, build_candidate, load_engine
+from aitune_hf.tuning.candidate import Subject, build_candidate, build_request, load_engine
 from aitune_hf.tuning.correctness import EagerReference, check_engine
 from aitune_hf.tuning.progress import Progress
 from aitune_hf.tuning.results import CandidateResult, GraphResult
@@ -78,6 +82,7 @@ class EngineTuner:
         self.results: list[GraphResult] = []
         self.policy = policy_digest(
             {
+                "aitune_hf": __version__,
                 "backends": [[backend.name, backend.version()] for backend in self.backends],
                 "strategy": config.strategy,
                 "min_speedup": config.min_speedup,
@@ -106,17 +111,13 @@ class EngineTuner:
 
     def can_capture(self, patched: PatchedModule) -> None:
         """See :class:`~aitune_hf.jit.session.GraphTuner`."""
-        from aitune_hf.backends.export import capture_problem
-
         subject = self._subject(patched)
         for recorded in patched.recorder.graphs.values():
             if recorded.untunable or not len(recorded.samples):
                 continue
-            problem = capture_problem(
-                subject.path, subject.module, subject.forward, recorded.spec, next(iter(recorded.samples))
-            )
-            if problem:
-                raise GraphBreakException(f"{patched.label} cannot be captured as one graph: {problem}")
+            sample = next(iter(recorded.samples))
+            with tempfile.TemporaryDirectory(prefix="aitune-capture-") as folder:
+                capture(build_request(subject, recorded.spec, sample, fixed_axes(sample.shapes), {}, Path(folder)))
 
     def tune(self, patched: PatchedModule) -> tuple[list[InstalledEngine], dict[str, str]]:
         """See :class:`~aitune_hf.jit.session.GraphTuner`."""
@@ -132,8 +133,8 @@ class EngineTuner:
                 seconds=recorded.seconds,
             )
             own.append(result)
-            if recorded.untunable:
-                result.reason = recorded.untunable
+            if recorded.untunable or not len(recorded.samples):
+                result.reason = recorded.untunable or "no sample of it was kept"
             else:
                 reference = EagerReference(subject.forward, patched.signature)
                 work = _Work(subject=subject, recorded=recorded, reference=reference, result=result)
@@ -353,8 +354,11 @@ class EngineTuner:
             timing = paired_timing(cases, self.config.timing_pairs, work.subject.device, bar.update)
         installed.trusted = False
         work.subject.stats.add_seconds("time", time.perf_counter() - start)
-        won = timing.speedup >= self.config.min_speedup and timing.low >= 1.0
+        fast = timing.speedup >= self.config.min_speedup
+        won = fast and timing.sure >= 1.0
         reason = "" if won else f"{timing.speedup:.2f}x eager's speed, {self.config.min_speedup:.2f}x is needed"
+        if fast and not won:
+            reason = f"{timing.speedup:.2f}x eager's speed, but not for sure (90 % bound {timing.sure:.2f}x)"
         return replace(result, outcome="won" if won else "slower", reason=reason, timing=timing)
 
 

@@ -1,0 +1,293 @@
+"""AOTInductor: a module's graph as a compiled library that holds no weights. The default backend everywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import queue
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aitune_hf.backends.aoti_compile import compile_package, compiler, compiler_options
+from aitune_hf.backends.aoti_package import AOTIPackage, missing_loader
+from aitune_hf.backends.base import BuildRequest, BuildResult, LoadRequest, WeightsPolicy
+from aitune_hf.backends.constants import Constant, memory_key, resolve
+from aitune_hf.errors import BuildError, ConfigError, EngineLoadError
+
+if TYPE_CHECKING:
+    from aitune_hf.backends.export import CapturedGraph
+
+__all__ = ["InductorBackend", "InductorEngine"]
+
+PACKAGE = "model.pt2"
+RESIDUALS = "residuals.safetensors"
+_FORMAT = 1
+_OPTIONS = frozenset({"portable"})
+#: A constant of at least this many bytes is looked for in the package, to be sure that it is not there.
+_TELLING_BYTES = 256
+
+
+class InductorBackend:
+    """Builds and loads AOTInductor packages, on CPU and CUDA.
+
+    Options:
+        portable: build for every x86-64-v3 CPU instead of this one.
+    """
+
+    name = "inductor"
+    weights: WeightsPolicy = "bound"
+    native = True
+    lossy = False
+
+    def version(self) -> str:
+        """Torch's version: it generates the code and defines what the library calls."""
+        return torch.__version__.partition("+")[0]
+
+    def available(self) -> str | None:
+        """None if engines can be built here. Loading needs less: no compiler."""
+        if not sys.platform.startswith("linux"):
+            return f"engines are built on Linux only, this is {sys.platform}"
+        if compiler() is None:
+            name = os.environ.get("CXX", "g++")
+            return f"no C++ compiler found: install {name} (on Debian and Ubuntu: apt-get install g++)"
+        return missing_loader()
+
+    def supports(self, request: BuildRequest) -> str | None:
+        """None if the graph can be tried, else why not."""
+        device, context = request.device, request.graph.context
+        if not request.graph.input_spec.tensors or not request.graph.output_spec.tensors:
+            return "a graph needs at least one tensor input and one tensor output"
+        if device.type not in ("cpu", "cuda"):
+            return f"it runs on {device.type}; engines are made for cpu and cuda"
+        if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+            return "no Triton found, which generates the kernels: pip install triton"
+        opaque = request.graph.input_spec.opaque | request.graph.output_spec.opaque
+        if opaque:
+            place, kind = next(iter(opaque.items()))
+            return f"{place} is a {kind}, neither a tensor nor a plain value"
+        if context.needs_grad:
+            return "its result needs gradients"
+        if context.training or any(part.training for part in request.module.modules()):
+            return "it is, or a part of it is, in training mode"
+        return _unfit_tensor(request, device)
+
+    def build(self, request: BuildRequest) -> BuildResult:
+        """Build a package into ``request.workdir``."""
+        # Not needed to load an engine, and slow to import.
+        from aitune_hf.backends.export import capture
+
+        options = _checked_options(request.options)
+        settings = compiler_options(request.device, options["portable"])
+        reason = self.available() or self.supports(request)
+        if reason:
+            raise BuildError(f"{request.path}: inductor cannot build this graph: {reason}")
+        graph = capture(request)
+        package = request.workdir / PACKAGE
+        try:
+            compile_package(graph.program, package, settings, request.device)
+        except BuildError as error:
+            raise BuildError(f"{request.path}: {error}") from error
+        constants = _used_constants(graph, package, request)
+        _check_weight_free(package, constants, request)
+        files = [PACKAGE]
+        residuals = {c.name: graph.residuals[c.name] for c in constants if c.kind == "residual"}
+        if residuals:
+            from safetensors.torch import save_file
+
+            save_file({k: v.contiguous().cpu() for k, v in residuals.items()}, request.workdir / RESIDUALS)
+            files.append(RESIDUALS)
+        engine = {
+            "format": _FORMAT,
+            "options": options,
+            "constants": [constant.to_json() for constant in constants],
+        }
+        return BuildResult(files=files, envelope=graph.envelope, engine=engine)
+
+    def load(self, request: LoadRequest) -> InductorEngine:
+        """Load a package and bind it to the module's tensors."""
+        if request.engine.get("format") != _FORMAT:
+            raise EngineLoadError(f"{request.path}: the engine's format is unknown: {request.engine.get('format')}")
+        return InductorEngine(request)
+
+
+class InductorEngine:
+    """A package bound to one module.
+
+    Calls take one of ``threads`` tokens, and :meth:`rebind` takes all of them: so it waits for the calls that run and
+    holds back new ones, at the price of two operations of a C queue (about 0.1 µs) a call.
+    """
+
+    def __init__(self, request: LoadRequest) -> None:
+        self._path = request.path
+        self._module = request.module
+        self._device = _indexed(request.device)
+        self._constants = [Constant.from_json(item) for item in request.engine["constants"]]
+        self._residuals = _load_residuals(request.folder, self._constants)
+        # Checked before any native code runs.
+        live = self._resolve()
+        threads = max(1, request.threads)
+        index = self._device.index if self._device.type == "cuda" else -1
+        try:
+            package = AOTIPackage(request.folder / PACKAGE, threads, -1 if index is None else index)
+        except EngineLoadError as error:
+            raise EngineLoadError(f"{self._path}: {error}") from error
+        if set(package.names) != live.keys():
+            package.close()
+            odd = sorted(set(package.names) ^ live.keys())
+            raise EngineLoadError(f"{self._path}: the package and its description name different constants: {odd[:5]}")
+        self._package: AOTIPackage | None = package
+        self._bound: dict[str, torch.Tensor] = {}
+        self._release = weakref.finalize(self, _let_go, package, self._bound)
+        self._rebinding = threading.Lock()
+        self._tokens: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._threads = threads
+        self._run = package.run
+        self._take, self._give = self._tokens.get, self._tokens.put
+        self._bind(live)
+        for token in range(threads):
+            self._give(token)
+
+    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run; see :class:`aitune_hf.backends.base.Engine`."""
+        token = self._take()
+        try:
+            return self._run(inputs)
+        finally:
+            self._give(token)
+
+    def rebind(self) -> None:
+        """Take up the module's tensors again; does nothing where none has moved."""
+        with self._rebinding:
+            live = self._resolve()
+            if all(memory_key(self._bound[name]) == memory_key(tensor) for name, tensor in live.items()):
+                return
+            self._drain()
+            try:
+                self._bind(live)
+            finally:
+                self._refill()
+
+    def close(self) -> None:
+        """Wait for running calls, then let go of the library, the weights and all files."""
+        with self._rebinding:
+            if self._package is None:
+                return
+            self._drain()
+            self._package = None
+            self._run = _closed
+            self._release()
+            self._refill()
+
+    def _resolve(self) -> dict[str, torch.Tensor]:
+        return resolve(self._constants, self._module, self._residuals, self._path, self._device)
+
+    def _bind(self, live: Mapping[str, torch.Tensor]) -> None:
+        if self._package is None:
+            raise EngineLoadError(f"{self._path}: the engine is closed")
+        views = {name: tensor.detach() for name, tensor in live.items()}
+        try:
+            self._package.bind(views)
+        except EngineLoadError as error:
+            raise EngineLoadError(f"{self._path}: {error}") from error
+        old = dict(self._bound)
+        self._bound.update(views)
+        _forget(old)
+
+    def _drain(self) -> None:
+        for _ in range(self._threads):
+            self._take()
+
+    def _refill(self) -> None:
+        for token in range(self._threads):
+            self._give(token)
+
+
+def _closed(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    raise EngineLoadError("the engine was closed")
+
+
+def _let_go(package: AOTIPackage, bound: dict[str, torch.Tensor]) -> None:
+    package.close()
+    _forget(bound)
+
+
+def _forget(views: dict[str, torch.Tensor]) -> None:
+    """Make views let go of their memory.
+
+    Torch's runtime never releases the handles of user-managed constants, and each holds a view for good; so the views
+    are emptied, and what stays is a few hundred bytes each.
+    """
+    for view in views.values():
+        view.data = torch.empty(0, dtype=view.dtype, device=view.device)
+    views.clear()
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    unknown = sorted(options.keys() - _OPTIONS)
+    if unknown:
+        raise ConfigError(f"inductor has no option {', '.join(unknown)}; it has {', '.join(sorted(_OPTIONS))}")
+    return {"portable": bool(options.get("portable", False))}
+
+
+def _unfit_tensor(request: BuildRequest, device: torch.device) -> str | None:
+    module = request.module
+    owned = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in (*((f"input {i}", t) for i, t in enumerate(request.example.inputs)), *owned):
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return f"{name} is a {type(tensor).__name__}, not a plain tensor"
+        if tensor.is_meta:
+            return f"{name} is on the meta device (offloaded?)"
+        if tensor.is_complex() or tensor.is_quantized or tensor.layout is not torch.strided:
+            return f"{name} is {tensor.dtype} of layout {tensor.layout}"
+    for name, tensor in owned:
+        # A buffer of one number is used from the host.
+        if tensor.device != device and tensor.numel() > 1:
+            return f"{name} is on {tensor.device}, the inputs are on {device} (offloaded, or spread over devices?)"
+    return None
+
+
+def _used_constants(graph: CapturedGraph, package: Path, request: BuildRequest) -> list[Constant]:
+    """The constants that the package asks for. A compiler may drop some, but must not add any of its own."""
+    index = request.device.index if request.device.type == "cuda" else -1
+    loaded = AOTIPackage(package, 1, -1 if index is None else index)
+    loaded.close()
+    known = {constant.name: constant for constant in graph.constants}
+    strange = sorted(set(loaded.names) - known.keys())
+    if strange:
+        raise BuildError(f"{request.path}: the compiler made constants of its own ({', '.join(strange[:5])})")
+    return [known[name] for name in sorted(loaded.names)]
+
+
+def _check_weight_free(package: Path, constants: Sequence[Constant], request: BuildRequest) -> None:
+    content = package.read_bytes()
+    for constant in constants:
+        if constant.kind == "residual":
+            continue
+        tensor = resolve([constant], request.module, {}, request.path)[constant.name]
+        head = tensor.detach().flatten()[:_TELLING_BYTES].cpu().contiguous()
+        raw = head.view(torch.uint8).numpy().tobytes()[:_TELLING_BYTES]
+        # A run of one value, such as zeros, is found anywhere.
+        if len(raw) == _TELLING_BYTES and len(set(raw)) > 8 and raw in content:
+            raise BuildError(f"{request.path}: the package holds weights ({constant.name}), and must not")
+
+
+def _load_residuals(folder: Path, constants: Sequence[Constant]) -> dict[str, torch.Tensor]:
+    wanted = {constant.name: constant for constant in constants if constant.kind == "residual"}
+    if not wanted:
+        return {}
+    from safetensors.torch import load_file
+
+    stored = load_file(folder / RESIDUALS)
+    return {name: stored[name].clone() for name in wanted if name in stored}
