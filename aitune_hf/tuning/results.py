@@ -19,7 +19,7 @@ class Timing:
         eager_ms, engine_ms: median latency per call, milliseconds, weighted by how often each shape was called.
         speedup: median over the pairs of eager / engine.
         low, high: quartiles of the same.
-        sure: lower end of the 90 % confidence interval of the median.
+        sure, at_most: ends of the 90 % confidence interval of the median.
         pairs: pairs timed.
     """
 
@@ -29,7 +29,16 @@ class Timing:
     low: float
     high: float
     sure: float
+    at_most: float
     pairs: int
+
+    def wins(self, min_speedup: float) -> bool:
+        """True if the engine is surely faster than eager, and by at least ``min_speedup`` in the median."""
+        return self.speedup >= min_speedup and self.sure >= 1.0
+
+    def decides(self, min_speedup: float) -> bool:
+        """True if more pairs would not change :meth:`wins`, as far as the interval tells."""
+        return self.wins(min_speedup) or self.speedup < 1.0 or self.at_most < min_speedup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +46,8 @@ class CandidateResult:
     """One backend with one set of options, tried on one graph.
 
     Attributes:
-        outcome: ``won``, ``right`` (but another was faster), ``slower`` (than eager), ``wrong``, ``failed``,
-            ``declined`` (by the backend), ``unavailable`` (on this machine) or ``skipped`` (time budget).
+        outcome: ``won``, ``right`` (but another was faster), ``slower`` (than eager), ``unsure`` (faster or not: too
+            much noise to tell), ``wrong``, ``failed``, ``unavailable`` (on this machine) or ``skipped`` (time budget).
         reason: why, for all but ``won``.
         max_error: largest absolute difference from eager over all checks.
         source: ``built`` in this process or ``loaded`` from a cache.

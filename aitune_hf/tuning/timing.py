@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ __all__ = ["paired_timing"]
 
 Run = Callable[[], object]
 WARM_UP = 3
+MAX_EXTENSION = 4
 
 
 def _timed(run: Run, device: torch.device) -> float:
@@ -32,49 +34,83 @@ def _timed(run: Run, device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+@dataclass
+class _Case:
+    """One shape: how often it is called, and the times measured so far, in milliseconds."""
+
+    weight: int
+    eager: Run
+    engine: Run
+    theirs: list[float] = field(default_factory=list)
+    ours: list[float] = field(default_factory=list)
+
+    def warm_up(self) -> None:
+        for _ in range(WARM_UP):
+            self.eager()
+            self.engine()
+
+    def add_pair(self, device: torch.device) -> None:
+        self.theirs.append(_timed(self.eager, device))
+        self.ours.append(_timed(self.engine, device))
+
+
 def paired_timing(
-    cases: list[tuple[int, Run, Run]],
+    cases: Sequence[tuple[int, Run, Run]],
     pairs: int,
     device: torch.device,
+    min_speedup: float = 1.0,
     on_pair: Callable[[], object] = lambda: None,
-    max_seconds: float = 20.0,
+    max_seconds: float = 30.0,
 ) -> Timing:
     """Time eager and engine in turn (A B A B …), after a warm-up of both.
+
+    While noise leaves it open whether the engine is faster than eager, up to four times as many pairs are run.
 
     Args:
         cases: ``(weight, eager, engine)`` per shape; the weight is how often that shape is called.
         pairs: pairs per shape.
-        max_seconds: stop early, but never under 5 pairs, when the whole would take longer.
+        min_speedup: what must be decided: is the speed-up at least this?
+        max_seconds: stop early, but never under 5 pairs per shape, when it would take longer.
     """
+    measured = [_Case(*case) for case in cases]
+    deadline = time.perf_counter() + max_seconds
+    for case in measured:
+        case.warm_up()
+    for count in range(pairs * MAX_EXTENSION):
+        if count >= 5 and time.perf_counter() > deadline:
+            break
+        if count >= pairs and count % 5 == 0 and _timing(measured).decides(min_speedup):
+            break
+        for case in measured:
+            case.add_pair(device)
+            on_pair()
+    return _timing(measured)
+
+
+def _timing(cases: Sequence[_Case]) -> Timing:
+    total = sum(case.weight for case in cases) or 1
     ratios: list[tuple[float, float]] = []
     eager_ms = engine_ms = 0.0
-    total = sum(weight for weight, _, _ in cases) or 1
-    count = 0
-    deadline = time.perf_counter() + max_seconds
-    for weight, eager, engine in cases:
-        for _ in range(WARM_UP):
-            eager()
-            engine()
-        ours: list[float] = []
-        theirs: list[float] = []
-        for done in range(pairs):
-            if done >= 5 and time.perf_counter() > deadline:
-                break
-            theirs.append(_timed(eager, device))
-            ours.append(_timed(engine, device))
-            on_pair()
-        share = weight / total
-        eager_ms += share * statistics.median(theirs)
-        engine_ms += share * statistics.median(ours)
+    for case in cases:
+        share = case.weight / total
+        eager_ms += share * statistics.median(case.theirs)
+        engine_ms += share * statistics.median(case.ours)
         # Each shape counts for the time it takes, so its ratios weigh as much as eager spends on it.
-        heft = share * statistics.median(theirs) / len(theirs)
-        ratios += [(a / b, heft) for a, b in zip(theirs, ours, strict=True)]
-        count += len(theirs)
+        heft = share * statistics.median(case.theirs) / len(case.theirs)
+        ratios += [(a / b, heft) for a, b in zip(case.theirs, case.ours, strict=True)]
     # By order statistics: the rank of the median is binomial, with a standard deviation of sqrt(n) / 2.
-    sure = max(0.0, 0.5 - 1.645 / (2 * math.sqrt(count)))
-    low, middle, high, bound = (_weighted_quantile(ratios, q) for q in (0.25, 0.5, 0.75, sure))
+    margin = 1.645 / (2 * math.sqrt(len(ratios)))
+    quantiles = (0.25, 0.5, 0.75, max(0.0, 0.5 - margin), min(1.0, 0.5 + margin))
+    low, middle, high, sure, at_most = (_weighted_quantile(ratios, q) for q in quantiles)
     return Timing(
-        eager_ms=eager_ms, engine_ms=engine_ms, speedup=middle, low=low, high=high, sure=bound, pairs=count
+        eager_ms=eager_ms,
+        engine_ms=engine_ms,
+        speedup=middle,
+        low=low,
+        high=high,
+        sure=sure,
+        at_most=at_most,
+        pairs=len(ratios),
     )
 
 

@@ -191,7 +191,8 @@ class EngineTuner:
         work.result.candidates = candidates
         work.result.winner = won[0] if won else None
         work.result.reason = "" if won else _why(candidates)
-        if not any(candidate.outcome == "skipped" for candidate in candidates):
+        # What was left open is decided by the next tuning, from the engines that are there then.
+        if not any(candidate.outcome in ("skipped", "unsure") for candidate in candidates):
             write_verdict(self.store, verdict)
         return engines
 
@@ -351,15 +352,17 @@ class EngineTuner:
             cases.append((store.counts[shapes], *_runners(work, dispatcher, sample, args, kwargs)))
         total = self.config.timing_pairs * len(cases)
         with self.progress.phase(f"{work.subject.path}: timing {installed.backend}", total, "pair") as bar:
-            timing = paired_timing(cases, self.config.timing_pairs, work.subject.device, bar.update)
+            least = self.config.min_speedup
+            timing = paired_timing(cases, self.config.timing_pairs, work.subject.device, least, bar.update)
         installed.trusted = False
         work.subject.stats.add_seconds("time", time.perf_counter() - start)
-        fast = timing.speedup >= self.config.min_speedup
-        won = fast and timing.sure >= 1.0
-        reason = "" if won else f"{timing.speedup:.2f}x eager's speed, {self.config.min_speedup:.2f}x is needed"
-        if fast and not won:
-            reason = f"{timing.speedup:.2f}x eager's speed, but not for sure (90 % bound {timing.sure:.2f}x)"
-        return replace(result, outcome="won" if won else "slower", reason=reason, timing=timing)
+        outcome, reason = "won", ""
+        if not timing.wins(least):
+            outcome = "slower" if timing.decides(least) else "unsure"
+            reason = f"{timing.speedup:.2f}x eager's speed, {least:.2f}x is needed"
+        if outcome == "unsure":
+            reason = f"{timing.speedup:.2f}x eager's speed, but too much noise to be sure ({timing.sure:.2f}x at least)"
+        return replace(result, outcome=outcome, reason=reason, timing=timing)
 
 
 def _runners(

@@ -49,7 +49,8 @@ def load_split(part: str) -> tuple[np.ndarray, np.ndarray]:
     """
     pictures, labels = load_digits(return_X_y=True)
     pictures = (pictures / 16.0).astype(np.float32).reshape(-1, 8, 8)
-    split = train_test_split(pictures, labels, train_size=GENERATOR_SHARE, random_state=SPLIT_SEED, stratify=labels)
+    options = {"train_size": GENERATOR_SHARE, "random_state": SPLIT_SEED, "stratify": labels}
+    split = train_test_split(pictures, labels, **options)
     if part == "generator":
         return split[0], split[2]
     if part == "judge":

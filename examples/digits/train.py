@@ -160,8 +160,8 @@ def build_tokenizer() -> CLIPTokenizer:
 
 def encode_text(tokenizer: CLIPTokenizer, texts: Sequence[str]) -> torch.Tensor:
     """Tokenize as the pipeline does: padded and cut to ``MAX_TOKENS``."""
-    batch = tokenizer(list(texts), padding="max_length", max_length=MAX_TOKENS, truncation=True, return_tensors="pt")
-    return batch.input_ids
+    options = {"padding": "max_length", "max_length": MAX_TOKENS, "truncation": True}
+    return tokenizer(list(texts), return_tensors="pt", **options).input_ids
 
 
 # ---------- models ----------

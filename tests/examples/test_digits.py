@@ -114,7 +114,7 @@ def test_tokenizer_knows_the_caption_words(pipe: Any) -> None:
 @pytest.mark.parametrize("text", ["", "blurple", "\u00dcn\u00efcode \u4e03", "\U0001f3a8 !?", "x" * 500])
 def test_tokenizer_splits_unknown_words(pipe: Any, text: str) -> None:
     tokenizer = pipe.tokenizer
-    ids = tokenizer(text, padding="max_length", max_length=tokenizer.model_max_length, truncation=True).input_ids
+    ids = tokenizer(text, padding="max_length", truncation=True).input_ids
     assert len(ids) == tokenizer.model_max_length
     assert ids[0] == tokenizer.bos_token_id
     assert tokenizer.eos_token_id in ids
@@ -153,7 +153,8 @@ def test_numerals_and_other_captions_work(pipe: Any, template: str) -> None:
 
 
 def test_equal_seeds_give_equal_pictures(pipe: Any) -> None:
-    first, second, other = (draw(pipe, ["a handwritten seven"], steps=4, seed=seed)[0].tobytes() for seed in (0, 0, 1))
+    prompts = ["a handwritten seven"]
+    first, second, other = (draw(pipe, prompts, steps=4, seed=seed)[0].tobytes() for seed in (0, 0, 1))
     assert first == second
     assert first != other
 

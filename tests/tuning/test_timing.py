@@ -1,43 +1,63 @@
-"""Timing: pairs in one run, weighted by how often each shape is called."""
+"""Timing: pairs in one run, weighted by how often each shape is called. The clock is the tests' own."""
 
 from __future__ import annotations
 
-import time
+import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from aitune_hf.tuning import timing
 from aitune_hf.tuning.timing import paired_timing
 
 CPU = torch.device("cpu")
+Spend = Callable[[float], None]
 
 
-def spend(milliseconds: float) -> None:
-    end = time.perf_counter() + milliseconds / 1e3
-    while time.perf_counter() < end:
-        pass
+@pytest.fixture
+def spend(monkeypatch: pytest.MonkeyPatch) -> Spend:
+    """Lets so many milliseconds pass."""
+    now = [0.0]
+
+    def advance(milliseconds: float) -> None:
+        now[0] += milliseconds / 1e3
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    return advance
 
 
-def test_the_ratio_of_pairs_is_the_speedup() -> None:
-    timing = paired_timing([(1, lambda: spend(3), lambda: spend(1))], 9, CPU)
-    assert timing.speedup == pytest.approx(3, rel=0.3)
-    assert timing.low <= timing.speedup <= timing.high
-    assert timing.sure <= timing.speedup
-    assert timing.pairs == 9
+def test_the_ratio_of_pairs_is_the_speedup(spend: Spend) -> None:
+    found = paired_timing([(1, lambda: spend(3), lambda: spend(1))], 9, CPU)
+    assert found.speedup == pytest.approx(3)
+    assert found.eager_ms == pytest.approx(3)
+    assert found.low <= found.speedup <= found.high
+    assert found.sure <= found.speedup <= found.at_most
+    assert found.pairs == 9
+    assert found.wins(1.02)
 
 
-def test_each_shape_counts_for_the_time_it_takes() -> None:
+def test_each_shape_counts_for_the_time_it_takes(spend: Spend) -> None:
     slower_but_rare = (1, lambda: spend(1), lambda: spend(4))
     faster_and_frequent = (30, lambda: spend(4), lambda: spend(1))
-    timing = paired_timing([slower_but_rare, faster_and_frequent], 5, CPU)
-    assert timing.speedup == pytest.approx(4, rel=0.3)
+    found = paired_timing([slower_but_rare, faster_and_frequent], 5, CPU)
+    assert found.speedup == pytest.approx(4)
 
 
-def test_equal_speeds_are_not_surely_faster() -> None:
-    timing = paired_timing([(1, lambda: spend(1), lambda: spend(1))], 15, CPU)
-    assert timing.sure < 1.05
+def test_equal_speeds_do_not_win(spend: Spend) -> None:
+    found = paired_timing([(1, lambda: spend(1), lambda: spend(1))], 15, CPU, 1.02)
+    assert not found.wins(1.02)
+    assert found.decides(1.02)
+    assert found.pairs == 15
 
 
-def test_a_slow_case_stops_early_but_not_under_five_pairs() -> None:
-    timing = paired_timing([(1, lambda: spend(2), lambda: spend(2))], 50, CPU, max_seconds=0.0)
-    assert timing.pairs == 5
+def test_noise_is_met_with_more_pairs_and_never_wins(spend: Spend) -> None:
+    waits = itertools.cycle([1.0, 4.0, 1.5])
+    found = paired_timing([(1, lambda: spend(2), lambda: spend(next(waits)))], 5, CPU, 1.02)
+    assert found.pairs > 5
+    assert not (found.wins(1.02) and found.sure < 1.0)
+
+
+def test_a_slow_case_stops_early_but_not_under_five_pairs(spend: Spend) -> None:
+    found = paired_timing([(1, lambda: spend(2), lambda: spend(2))], 50, CPU, max_seconds=0.0)
+    assert found.pairs == 5
