@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from aitune_hf.backends.base import Backend
     from aitune_hf.graph.dynamic_shapes import DynamicShapes
 
-__all__ = ["Mode", "Strategy", "Tolerance", "TuneConfig"]
+__all__ = ["Granularity", "Mode", "Strategy", "Tolerance", "TuneConfig"]
 
 Strategy = Literal["max_throughput", "first_working"]
+Granularity = Literal["auto", "whole", "blocks"]
 Mode = Literal["eager", "deferred", "inspect"]
 
 _ENV_PREFIX = "AITUNE_HF_"
@@ -46,6 +47,8 @@ class TuneConfig:
         min_speedup: an engine wins only if eager takes at least this many times as long.
         mode: ``"eager"`` tunes a module after ``min_samples`` calls, ``"deferred"`` at an explicit mark,
             ``"inspect"`` only records and reports.
+        granularity: ``"whole"`` tunes a module as one engine, ``"blocks"`` its repeated blocks, one engine for all of equal
+            structure, and ``"auto"`` takes blocks where many equal ones take most of the time.
         min_samples: calls of a module before it is tuned in eager mode.
         batch_axis_required: in eager mode, tune only once some axis was seen with two sizes.
         max_depth_level: deepest level of the call hierarchy that is tuned; 0 is the top. None is no limit.
@@ -70,6 +73,7 @@ class TuneConfig:
     tolerance: Tolerance | None = None
     min_speedup: float = 1.02
     mode: Mode = "eager"
+    granularity: Granularity = "auto"
     min_samples: int = 2
     batch_axis_required: bool = False
     max_depth_level: int | None = None
@@ -100,6 +104,10 @@ class TuneConfig:
     def _check(self) -> None:
         problems = [
             (self.mode not in get_args(Mode), f"mode must be one of {get_args(Mode)}, got {self.mode!r}"),
+            (
+                self.granularity not in get_args(Granularity),
+                f"granularity must be one of {get_args(Granularity)}, got {self.granularity!r}",
+            ),
             (
                 self.strategy not in get_args(Strategy),
                 f"strategy must be one of {get_args(Strategy)}, got {self.strategy!r}",
@@ -153,7 +161,7 @@ def _parse(variable: str, text: str, kind: str) -> Any:
             return float(text)
         if kind.startswith("tuple"):
             return tuple(part.strip() for part in text.split(",") if part.strip())
-        if kind.startswith(("Path", "Mode", "Strategy", "str")):
+        if kind.startswith(("Path", "Mode", "Strategy", "Granularity", "str")):
             return text
     except (KeyError, ValueError):
         pass

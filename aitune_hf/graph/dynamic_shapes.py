@@ -32,6 +32,8 @@ class DynamicDim:
     def __post_init__(self) -> None:
         opt = self.max if self.opt is None else self.opt
         sizes = (self.min, opt, self.max)
+        if any(type(size) is not int for size in (*sizes, self.multiple_of)):
+            raise ConfigError(f"dynamic dimension {self.name!r}: sizes are integers, got {sizes}")
         if not (self.name and 1 <= self.min <= opt <= self.max and self.multiple_of >= 1):
             raise ConfigError(f"dynamic dimension {self.name!r}: need 1 <= min <= opt <= max, got {sizes}")
         if any(size % self.multiple_of for size in sizes):

@@ -8,17 +8,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from aitune_hf.errors import UntunableError
-from aitune_hf.graph.values import EnumName, decode_value, encode_enum_name, encode_value, is_value, same_value
+from aitune_hf.graph.values import decode_value, encode_value, is_value, same_value
 
 __all__ = ["ForwardSignature", "Parameter"]
 
 _EMPTY = inspect.Parameter.empty
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Parameter:
-    """One parameter of a forward: its name, its kind (as in :class:`inspect.Parameter`) and its default, if any."""
+    """One parameter of a forward: its name, its kind (as in :class:`inspect.Parameter`) and its default, if any.
+
+    Two parameters are equal when their JSON is, so ``x=1`` is not ``x=True``.
+    """
 
     name: str
     kind: str
@@ -27,16 +32,24 @@ class Parameter:
 
     def is_default(self, value: Any) -> bool:
         """True if ``value`` is this parameter's default, as far as that can be told for sure."""
-        return self.has_default and (value is self.default or same_value(value, self.default))
+        if not self.has_default or isinstance(value, torch.device):  # The index counts here, not in `same_value`.
+            return self.has_default and bool(value == self.default)
+        return value is self.default or same_value(value, self.default)
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_dict() == other.to_dict() if isinstance(other, Parameter) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.kind, self.has_default))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; a default that is not a plain value is kept as its type's name."""
         data: dict[str, Any] = {"name": self.name, "kind": self.kind}
         if self.has_default:
-            if isinstance(self.default, EnumName):
-                data["default"] = encode_enum_name(self.default)
-            elif is_value(self.default):
+            if is_value(self.default):
                 data["default"] = encode_value(self.default)
+            elif isinstance(self.default, OpaqueDefault):
+                data["default"] = {"t": "opaque", "v": self.default.type_name}
             else:
                 data["default"] = {"t": "opaque", "v": type(self.default).__qualname__}
         return data
@@ -102,9 +115,22 @@ class ForwardSignature:
         Raises:
             TypeError: as Python would, if the call does not fit.
         """
-        bound = self.as_inspect.bind(*args, **kwargs)
+        # A name of a positional-only parameter is free for **kwargs, which `inspect` of some Pythons does not know.
+        free = self._free_names.intersection(kwargs)
+        named = {name: value for name, value in kwargs.items() if name not in free} if free else kwargs
+        bound = self.as_inspect.bind(*args, **named)
         bound.apply_defaults()
+        if free:
+            more = bound.arguments[self.parameters[-1].name]
+            more = {name: value for name, value in kwargs.items() if name in free or name in more}
+            bound.arguments[self.parameters[-1].name] = more
         return dict(bound.arguments)
+
+    @functools.cached_property
+    def _free_names(self) -> frozenset[str]:
+        if not self.parameters or self.parameters[-1].kind != "VAR_KEYWORD":
+            return frozenset()
+        return frozenset(p.name for p in self.parameters if p.kind == "POSITIONAL_ONLY")
 
     def unbind(self, bound: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Inverse of :meth:`bind`, spelled as decorators of a forward expect it.

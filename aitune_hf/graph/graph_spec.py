@@ -26,7 +26,8 @@ def graph_identity(inputs: SampleMetadata, context: CallContext) -> str:
     """SHA-256 (hex) of what decides which graph a call belongs to.
 
     Structure, plain values, and rank, dtype and device type of each tensor, together with the call's context. Sizes,
-    device indices, keyword order and spelled-out defaults do not take part.
+    device indices, the order in which a forward's parameters are given and spelled-out defaults do not take part. The
+    order of a dict's own keys does, ``**kwargs`` included: a forward can walk over it, and would compute another thing.
     """
     identity = {"inputs": inputs.identity(), "context": context.to_dict()}
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -83,7 +84,11 @@ class GraphSpec:
         self.output_spec.update(outputs_metadata)
 
     def get_shape_definition(self, locator: Locator) -> ShapeDefinition | None:
-        """The user's definition for the input at ``locator``, if there is one; axes counted from the front."""
+        """The user's definition for the input at ``locator``, if there is one; axes counted from the front.
+
+        Raises:
+            ConfigError: if it names an axis that the input does not have, or one axis twice.
+        """
         definition = self.dynamic_shapes.definition(locator)
         if definition is None:
             return None
@@ -91,6 +96,8 @@ class GraphSpec:
         resolved = {axis + rank if axis < 0 else axis: dim for axis, dim in definition.items()}
         if any(not 0 <= axis < rank for axis in resolved):
             raise ConfigError(f"dynamic_shapes[{str(locator)!r}] names axes {list(definition)}, its rank is {rank}")
+        if len(resolved) != len(definition):
+            raise ConfigError(f"dynamic_shapes[{str(locator)!r}] names one axis twice: {list(definition)}, rank {rank}")
         return resolved
 
     def get_effective_input_shapes(
@@ -193,8 +200,14 @@ class GraphSpec:
 
 
 def resize_axis(tensor: torch.Tensor, axis: int, size: int) -> torch.Tensor:
-    """``tensor`` with ``axis`` of ``size`` rows: its own rows, repeated from the start or cut at the end."""
+    """``tensor`` with ``axis`` of ``size`` rows: its own rows, repeated from the start or cut at the end.
+
+    Raises:
+        ConfigError: if there is no row to repeat.
+    """
     if tensor.shape[axis] == size:
         return tensor
+    if not tensor.shape[axis]:
+        raise ConfigError(f"axis {axis} of a tensor of shape {list(tensor.shape)} has no rows that could be repeated")
     rows = torch.arange(size, device=tensor.device) % tensor.shape[axis]
     return tensor.index_select(axis, rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,9 @@ class Locator:
                 text += f"[{step!r}]"
         return text or "<root>"
 
-    def __lt__(self, other: Locator) -> bool:
+    def __lt__(self, other: object) -> bool:
+        if not isinstance(other, Locator):
+            return NotImplemented
         return _order(self.path) < _order(other.path)
 
     def child(self, step: str | int) -> Locator:
@@ -47,10 +49,14 @@ class Locator:
             LookupError: if the path does not exist in ``tree``.
         """
         for step in self.path:
-            try:
-                tree = tree[step] if isinstance(step, int) or hasattr(tree, "keys") else getattr(tree, step)
-            except AttributeError as error:
-                raise LookupError(f"no {step!r} at {self}") from error
+            fields = getattr(type(tree), "_fields", ()) if isinstance(tree, tuple) else ()
+            indexable = isinstance(tree, Mapping) or (isinstance(tree, (tuple, list)) and isinstance(step, int))
+            if indexable:
+                tree = tree[step]
+            elif step in fields:
+                tree = getattr(tree, str(step))
+            else:  # Never into a tensor or a string, which could be indexed too.
+                raise LookupError(f"no {step!r} on the way to {self}")
         return tree
 
     def to_json(self) -> list[str | int]:

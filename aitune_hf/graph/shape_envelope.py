@@ -11,11 +11,19 @@ __all__ = ["Extent", "ShapeEnvelope"]
 
 @dataclass(frozen=True)
 class Extent:
-    """The size of one axis: ``scale * symbol + offset``, or ``offset`` alone where ``symbol`` is None."""
+    """The size of one axis: ``scale * symbol + offset``, or ``offset`` alone where ``symbol`` is None.
+
+    Raises:
+        ValueError: if ``scale`` < 1.
+    """
 
     offset: int = 0
     symbol: str | None = None
     scale: int = 1
+
+    def __post_init__(self) -> None:
+        if self.scale < 1:
+            raise ValueError(f"the scale of an extent is at least 1, got {self.scale}")
 
     def to_json(self) -> int | list[Any]:
         """A fixed size as an integer, else ``[symbol, scale, offset]``."""
@@ -37,10 +45,18 @@ class ShapeEnvelope:
     Attributes:
         inputs: per tensor input, the extent of each axis.
         ranges: symbol → smallest and largest value, both inclusive. Axes that share a symbol vary together.
+
+    Raises:
+        ValueError: if a symbol has no range, or an empty one.
     """
 
     inputs: tuple[tuple[Extent, ...], ...]
     ranges: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        symbols = {extent.symbol for extents in self.inputs for extent in extents if extent.symbol is not None}
+        if not symbols <= set(self.ranges) or any(low > high for low, high in self.ranges.values()):
+            raise ValueError(f"each of {sorted(symbols)} needs a range from low to high, got {dict(self.ranges)}")
 
     @classmethod
     def fixed(cls, shapes: Sequence[Sequence[int]]) -> ShapeEnvelope:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from aitune_hf.graph.values import decode_value
+
 __all__ = ["TensorSpec"]
 
 
@@ -86,7 +88,7 @@ class TensorSpec:
     def from_dict(cls, data: Mapping[str, Any]) -> TensorSpec:
         """Inverse of :meth:`to_dict`."""
         return cls(
-            getattr(torch, data["dtype"]),
+            decode_value({"t": "dtype", "v": data["dtype"]}),
             data["device_type"],
             [int(size) for size in data["min_shape"]],
             [int(size) for size in data["max_shape"]],

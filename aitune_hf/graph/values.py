@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ATOM_TYPES", "decode_value", "encode_value", "is_value", "same_value"]
+__all__ = ["ATOM_TYPES", "EnumName", "decode_value", "encode_value", "enum_label", "is_value", "same_value"]
 
 #: Exact types whose instances are compared by value. Subclasses (other than enums) are opaque.
 ATOM_TYPES: frozenset[type] = frozenset(
@@ -31,7 +31,18 @@ _TORCH_NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
 def is_value(leaf: object) -> bool:
     """True when ``leaf`` is a plain value that a graph can carry by itself."""
-    return type(leaf) in ATOM_TYPES or isinstance(leaf, (enum.Enum, slice, range, torch.Size))
+    cls = type(leaf)
+    if cls is slice:
+        return is_value(leaf.start) and is_value(leaf.stop) and is_value(leaf.step)  # type: ignore[attr-defined]
+    if cls is torch.Size:
+        return all(type(size) is int for size in leaf)  # type: ignore[attr-defined]
+    return cls in ATOM_TYPES or cls is range or isinstance(leaf, (enum.Enum, EnumName))
+
+
+def enum_label(member: enum.Enum) -> str:
+    """A member's name; for combined flags without one (an empty flag, unknown bits), its value."""
+    name: str | None = member.name  # Typed as never None, but see above.
+    return repr(member.value) if name is None else name
 
 
 def encode_value(value: Any) -> dict[str, Any]:
@@ -40,9 +51,11 @@ def encode_value(value: Any) -> dict[str, Any]:
     Raises:
         TypeError: if ``is_value(value)`` is false.
     """
+    if isinstance(value, EnumName):
+        return {"t": "enum", "v": [value.cls, value.member]}
     if isinstance(value, enum.Enum):
         cls = type(value)
-        return {"t": "enum", "v": [f"{cls.__module__}:{cls.__qualname__}", value.name]}
+        return {"t": "enum", "v": [f"{cls.__module__}:{cls.__qualname__}", enum_label(value)]}
     if isinstance(value, (slice, range)):
         parts = [value.start, value.stop, value.step]
         return {"t": type(value).__name__, "v": [encode_value(part) for part in parts]}
@@ -73,7 +86,7 @@ def decode_value(data: dict[str, Any]) -> Any:
     because a file names it. A device comes back without its index, which is never stored.
 
     Raises:
-        ValueError: if the type is unknown.
+        ValueError: if the type is unknown, or torch has nothing of that name.
     """
     kind, raw = data["t"], data["v"]
     if kind in ("bool", "int", "str"):
@@ -89,7 +102,10 @@ def decode_value(data: dict[str, Any]) -> Any:
     if kind == "device":
         return torch.device(raw)
     if kind in ("dtype", "layout", "memory_format"):
-        return getattr(torch, raw)
+        named = getattr(torch, raw, None)
+        if not isinstance(named, _TORCH_NAMED) or type(named).__name__ != kind:
+            raise ValueError(f"torch has no {kind} {raw!r}")
+        return named
     if kind == "size":
         return torch.Size(raw)
     if kind in ("slice", "range"):
@@ -114,7 +130,7 @@ class EnumName:
             return (self.cls, self.member) == (other.cls, other.member)
         if isinstance(other, enum.Enum):
             kind = type(other)
-            return (self.cls, self.member) == (f"{kind.__module__}:{kind.__qualname__}", other.name)
+            return (self.cls, self.member) == (f"{kind.__module__}:{kind.__qualname__}", enum_label(other))
         return NotImplemented
 
     def __hash__(self) -> int:
@@ -124,13 +140,6 @@ class EnumName:
         return f"EnumName({self.cls!r}, {self.member!r})"
 
 
-def encode_enum_name(value: EnumName) -> dict[str, Any]:
-    """Encode an :class:`EnumName` as the member it names."""
-    return {"t": "enum", "v": [value.cls, value.member]}
-
-
 def same_value(a: Any, b: Any) -> bool:
     """Equality that tells ``1`` from ``True`` and ``0.0`` from ``-0.0``, and knows ``nan`` equals itself."""
-    if isinstance(a, EnumName) or isinstance(b, EnumName):
-        return bool(a == b)
     return is_value(a) and is_value(b) and encode_value(a) == encode_value(b)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,10 @@ def pipeline_class(name_or_path: str | Path, **kwargs: Any) -> type[Any]:
     import diffusers
 
     known = {key: value for key, value in kwargs.items() if key in _HUB_KWARGS}
-    config = diffusers.DiffusionPipeline.load_config(str(name_or_path), **known)
+    with warnings.catch_warnings():
+        # Diffusers passes on an argument that newer Hub clients no longer have; nothing of the user's causes it.
+        warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks.*")
+        config = diffusers.DiffusionPipeline.load_config(str(name_or_path), **known)
     name = config.get("_class_name")
     found = getattr(diffusers, str(name), None)
     if not (isinstance(found, type) and issubclass(found, diffusers.DiffusionPipeline)):

@@ -79,7 +79,7 @@ def paired_timing(
     for count in range(pairs * MAX_EXTENSION):
         if count >= 5 and time.perf_counter() > deadline:
             break
-        if count >= pairs and count % 5 == 0 and _timing(measured).decides(min_speedup):
+        if count >= pairs and (count - pairs) % 5 == 0 and _timing(measured).decides(min_speedup):
             break
         for case in measured:
             case.add_pair(device)
