@@ -83,7 +83,9 @@ class AITuneModel:
         Its class becomes a subclass of the same name; ``isinstance``, configs, saving and pickles are as before.
         """
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"from_model takes an nn.Module, got {type(model).__name__}; see AITunePipeline.from_pipe")
+            raise ConfigError(
+                f"from_model takes an nn.Module, got {type(model).__name__}; see AITunePipeline.from_pipe"
+            )
         model.__class__ = tuned_class(TunedModelMixin, type(model))  # The one way to add methods to a given object.
         vars(model)["_aitune_config"] = config or TuneConfig.from_env()
         restore_modules({"": model}, vars(model)["_aitune_config"])

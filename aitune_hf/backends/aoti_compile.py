@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
 import subprocess
-import tempfile
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from aitune_hf.backends.aoti_archive import machine_paths, rewrite_package
+from aitune_hf.backends.build_folder import build_folder
 from aitune_hf.backends.quiet import quiet_torch
 from aitune_hf.errors import BuildError
 
@@ -43,8 +41,6 @@ _CHEAPER: dict[str, Any] = {
 }
 #: The oldest g++ that knows every instruction set that torch generates code for on x86-64.
 _GCC_FOR_ALL_ISAS = 12
-#: One build at a time: the cache folder is named by an environment variable.
-_building = threading.Lock()
 
 
 def compiler() -> str | None:
@@ -62,7 +58,8 @@ def compiler_options(device: torch.device, portable: bool) -> dict[str, Any]:
     Raises:
         BuildError: if this torch lacks a setting that correctness depends on.
     """
-    import torch._inductor.config as config
+    with build_folder(device):
+        import torch._inductor.config as config
 
     known = config.get_config_copy()
     needed = dict(_WEIGHT_FREE)
@@ -92,32 +89,14 @@ def compile_package(program: ExportedProgram, target: Path, options: Mapping[str
     from torch._inductor import aoti_compile_and_package
 
     forked = [device] if device.type == "cuda" else []
-    with _building, _build_folder() as folder, quiet_torch(), torch.random.fork_rng(devices=forked):
+    with build_folder(device) as folder, quiet_torch(), torch.random.fork_rng(devices=forked):
         raw = folder / "raw.pt2"
         try:
             with torch.no_grad():
                 aoti_compile_and_package(program, package_path=str(raw), inductor_configs=dict(options))
         except Exception as error:
             raise BuildError(f"AOTInductor failed: {_short(error)}") from error
-        rewrite_package(raw, target, machine_paths(folder))
-
-
-@contextlib.contextmanager
-def _build_folder() -> Iterator[Path]:
-    """A folder for everything that the compiler writes, gone afterwards. The user's own cache is not touched."""
-    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-    before = {name: os.environ.get(name) for name in names}
-    with tempfile.TemporaryDirectory(prefix="aitune-build-", ignore_cleanup_errors=True) as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
-        os.environ["TRITON_CACHE_DIR"] = f"{folder}/triton"
-        try:
-            yield Path(folder)
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+        rewrite_package(raw, target, machine_paths(folder, os.environ["TORCHINDUCTOR_CACHE_DIR"]))
 
 
 def _gcc_major() -> int:

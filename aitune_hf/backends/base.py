@@ -27,7 +27,9 @@ WeightsPolicy = Literal["bound", "filled", "baked"]
 
 @dataclass(frozen=True, kw_only=True)
 class AxisRange:
-    """An axis that an engine must take in every size from ``min`` to ``max``, in steps of ``multiple_of``.
+    """An axis that an engine should take in every size from ``min`` to ``max``, in steps of ``multiple_of``.
+
+    What it does take is said by the envelope of the result; recorded calls always lie within it.
 
     Axes of the same ``name`` always have the same size; an axis without a name varies by itself.
     """
@@ -147,7 +149,7 @@ class Backend(Protocol):
         """Version of what generates the artefact; part of the cache key."""
 
     def available(self) -> str | None:
-        """None if it can build and load here, else why not and what would help."""
+        """None if it can build here, else why not and what would help. Loading may need less."""
 
     def supports(self, request: BuildRequest) -> str | None:
         """None if it can try this graph, else why not."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from aitune_hf.errors import EngineLoadError
 
-__all__ = ["Constant", "Path", "live_tensors", "lookup", "memory_key", "resolve"]
+__all__ = ["MODULE_TABLES", "Constant", "Path", "live_tensors", "lookup", "memory_key", "resolve"]
 
 #: Steps from a module to one of its tensors: attribute names, dict keys and list positions.
 Path = tuple[str | int, ...]
@@ -23,7 +23,8 @@ Path = tuple[str | int, ...]
 #: ``residual`` constants do not live on the module: the forward makes them, from numbers in its code.
 Kind = Literal["parameter", "buffer", "attribute", "residual"]
 
-_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+#: Where a module keeps what is registered with it.
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")
 #: How far into lists, dicts and helper objects tensors are looked for, and how many objects are looked at.
 _MAX_DEPTH = 4
 _MAX_OBJECTS = 20_000
@@ -175,7 +176,7 @@ def lookup(module: nn.Module, path: Path) -> torch.Tensor | None:
 def _step(parent: Any, step: str | int) -> Any:
     if isinstance(parent, nn.Module):
         name = str(step)
-        for table in _MODULE_TABLES:
+        for table in MODULE_TABLES:
             if name in parent.__dict__[table]:
                 return parent.__dict__[table][name]
         return getattr(parent, name)
@@ -193,7 +194,7 @@ def live_tensors(module: nn.Module) -> Iterator[tuple[Path, torch.Tensor]]:
     for name, submodule in module.named_modules():
         at: Path = tuple(name.split(".")) if name else ()
         for key, value in vars(submodule).items():
-            if key in _MODULE_TABLES or key.endswith("_hooks"):
+            if key in MODULE_TABLES or key.endswith("_hooks"):
                 continue
             if isinstance(value, torch.Tensor):
                 yield (*at, key), value
@@ -223,7 +224,7 @@ def _children(value: Any) -> Iterator[tuple[str | int, Any]]:
 
 def memory_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What two tensors have in common when they are one memory, seen in the same way."""
-    address = tensor.data_ptr() if tensor.numel() and not tensor.is_meta else id(tensor)
+    address = tensor.data_ptr() if tensor.numel() and not tensor.is_meta else 0
     return (address, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device)
 
 

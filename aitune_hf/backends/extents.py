@@ -61,7 +61,7 @@ class _Axis:
 class _Sizes:
     """The varying axes of a program and the values their symbols may take."""
 
-    axes: list[_Axis] = field(default_factory=list)
+    axes: list[_Axis]
     values: dict[Any, range] = field(default_factory=dict)
 
 
@@ -261,12 +261,8 @@ def _merge_equal_axes(sizes: _Sizes, request: BuildRequest) -> dict[Any, Any]:
     """
     merged: dict[Any, Any] = {}
     for first, second in itertools.combinations(sizes.axes, 2):
-        alike = (first.scale, first.offset, sizes.values[first.symbol]) == (
-            second.scale,
-            second.offset,
-            sizes.values[second.symbol],
-        )
-        if alike and first.symbol != second.symbol and _always_equal(first, second, request):
+        form, other = ((axis.scale, axis.offset, sizes.values[axis.symbol]) for axis in (first, second))
+        if form == other and first.symbol != second.symbol and _always_equal(first, second, request):
             merged.setdefault(second.symbol, merged.get(first.symbol, first.symbol))
     return merged
 

@@ -125,10 +125,11 @@ class InductorEngine:
 
     def __init__(self, request: LoadRequest) -> None:
         self._path = request.path
-        self._module = request.module
+        # The module owns its engines; a strong reference back would keep both alive in a cycle.
+        self._module = weakref.ref(request.module)
         self._device = _indexed(request.device)
         self._constants = [Constant.from_json(item) for item in request.engine["constants"]]
-        self._residuals = _load_residuals(request.folder, self._constants)
+        self._residuals = _load_residuals(request.folder, self._constants, self._device)
         # Checked before any native code runs.
         live = self._resolve()
         threads = max(1, request.threads)
@@ -164,6 +165,8 @@ class InductorEngine:
     def rebind(self) -> None:
         """Take up the module's tensors again; does nothing where none has moved."""
         with self._rebinding:
+            if self._package is None:
+                raise EngineLoadError(f"{self._path}: the engine is closed")
             live = self._resolve()
             if all(memory_key(self._bound[name]) == memory_key(tensor) for name, tensor in live.items()):
                 return
@@ -185,11 +188,13 @@ class InductorEngine:
             self._refill()
 
     def _resolve(self) -> dict[str, torch.Tensor]:
-        return resolve(self._constants, self._module, self._residuals, self._path, self._device)
+        module = self._module()
+        if module is None:
+            raise EngineLoadError(f"{self._path}: the module of this engine no longer exists")
+        return resolve(self._constants, module, self._residuals, self._path, self._device)
 
     def _bind(self, live: Mapping[str, torch.Tensor]) -> None:
-        if self._package is None:
-            raise EngineLoadError(f"{self._path}: the engine is closed")
+        assert self._package is not None
         views = {name: tensor.detach() for name, tensor in live.items()}
         try:
             self._package.bind(views)
@@ -276,6 +281,8 @@ def _check_weight_free(package: Path, constants: Sequence[Constant], request: Bu
         if constant.kind == "residual":
             continue
         tensor = resolve([constant], request.module, {}, request.path)[constant.name]
+        if not tensor.is_floating_point():
+            continue  # Tables of indices, such as position ids, look like those that a compiler makes for itself.
         head = tensor.detach().flatten()[:_TELLING_BYTES].cpu().contiguous()
         raw = head.view(torch.uint8).numpy().tobytes()[:_TELLING_BYTES]
         # A run of one value, such as zeros, is found anywhere.
@@ -283,11 +290,15 @@ def _check_weight_free(package: Path, constants: Sequence[Constant], request: Bu
             raise BuildError(f"{request.path}: the package holds weights ({constant.name}), and must not")
 
 
-def _load_residuals(folder: Path, constants: Sequence[Constant]) -> dict[str, torch.Tensor]:
+def _load_residuals(folder: Path, constants: Sequence[Constant], device: torch.device) -> dict[str, torch.Tensor]:
     wanted = {constant.name: constant for constant in constants if constant.kind == "residual"}
     if not wanted:
         return {}
     from safetensors.torch import load_file
 
     stored = load_file(folder / RESIDUALS)
-    return {name: stored[name].clone() for name in wanted if name in stored}
+    return {
+        name: stored[name].to(device if constant.device_type == device.type else constant.device_type, copy=True)
+        for name, constant in wanted.items()
+        if name in stored
+    }

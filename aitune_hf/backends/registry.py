@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 
 from aitune_hf.backends.base import Backend
 from aitune_hf.errors import ConfigError
 
-__all__ = ["ENTRY_POINT_GROUP", "available_backends", "backend_names", "get_backend", "unavailable_backends"]
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "available_backends",
+    "backend_names",
+    "get_backend",
+    "known_backends",
+    "unavailable_backends",
+]
+
+logger = logging.getLogger("aitune_hf")
 
 #: Entry points of this group name a :class:`Backend` class, or a function that returns a backend.
 ENTRY_POINT_GROUP = "aitune_hf.backends"
@@ -39,6 +49,17 @@ def get_backend(name: str) -> Backend:
     if point is None:
         raise ConfigError(f"there is no backend {name!r}; there are: {', '.join(backend_names())}")
     return _made(name, point.load)
+
+
+def known_backends() -> list[Backend]:
+    """All backends that can be imported, in the order of their names. Some may only load here, and not build."""
+    found: list[Backend] = []
+    for name in backend_names():
+        try:
+            found.append(get_backend(name))
+        except ConfigError as error:
+            logger.warning("%s", error)
+    return found
 
 
 def available_backends() -> list[Backend]:

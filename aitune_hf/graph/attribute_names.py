@@ -40,4 +40,9 @@ MODULE_INTERNALS = frozenset(vars(nn.Module()))  # hooks, parameter tables, ``tr
 
 def is_identity(name: str, *, config: bool) -> bool:
     """Whether an attribute, or a key of a mapping, tells only where a model is from or where it runs."""
-    return name in _IDENTITY or name.startswith("_aitune_") or name.endswith("name_or_path") or (config and name in _CONFIG_IDENTITY)
+    return (
+        name in _IDENTITY
+        or name.startswith("_aitune_")
+        or name.endswith("name_or_path")
+        or (config and name in _CONFIG_IDENTITY)
+    )

@@ -9,7 +9,9 @@ from torch import nn
 
 __all__ = ["patch_device_attribute", "unpatch_device_attribute"]
 
+#: Names the real class, for structural hashes; the second tells this class from others made on the fly.
 _BASE = "_aitune_base_class"
+_MARK = "__aitune_device__"
 
 
 def patch_device_attribute(module: nn.Module, device: torch.device) -> None:
@@ -34,6 +36,7 @@ def patch_device_attribute(module: nn.Module, device: torch.device) -> None:
         "__reduce_ex__": reduce_to_base,
         "device": property(lambda self: device),
         _BASE: base,
+        _MARK: True,
     }
     # The instance's own class attribute is the only place where a property of the class can be overridden.
     module.__class__ = type(base.__name__, (base,), namespace)
@@ -41,6 +44,6 @@ def patch_device_attribute(module: nn.Module, device: torch.device) -> None:
 
 def unpatch_device_attribute(module: nn.Module) -> None:
     """Undo :func:`patch_device_attribute`; nothing happens where it was not done."""
-    base = type(module).__dict__.get(_BASE)
-    if base is not None:
-        module.__class__ = base  # Back to the class it was made with.
+    own = type(module).__dict__
+    if _MARK in own:
+        module.__class__ = own[_BASE]  # Back to the class it was made with.

@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from aitune_hf.backends.base import Engine
+from aitune_hf.backends.base import Engine, WeightsPolicy
 from aitune_hf.config import Tolerance
+from aitune_hf.errors import EngineLoadError
 from aitune_hf.graph.call_key import call_key
 from aitune_hf.graph.forward_signature import ForwardSignature
 from aitune_hf.graph.graph_spec import GraphSpec
 from aitune_hf.graph.shape_envelope import ShapeEnvelope
 from aitune_hf.graph.structure import flatten, unflattener
 from aitune_hf.graph.torch_state import interceptor_active
+from aitune_hf.jit.call_plan import Plan, gather_order
 from aitune_hf.jit.comparison import compare_outputs
 from aitune_hf.jit.guards import ModuleGuard
 from aitune_hf.jit.recorder import bind_call
@@ -25,10 +27,13 @@ from aitune_hf.jit.recorder import bind_call
 __all__ = ["FIRST_CALL", "Dispatcher", "InstalledEngine"]
 
 Forward = Callable[..., Any]
+RunEager = Callable[[Forward, tuple[Any, ...], dict[str, Any]], Any]
 #: Plans kept per module; a value that changes at every call must not grow memory.
 MAX_PLANS = 1024
 FIRST_CALL = "first call of a loaded engine, checked against eager"
 _WEIGHTS = "weights no longer fit the engine"
+_GRADIENTS = "gradients are wanted"
+_is_grad_enabled = torch.is_grad_enabled
 
 
 @dataclass(eq=False)
@@ -39,6 +44,7 @@ class InstalledEngine:
         trusted: its outputs were checked against eager in this process; otherwise its first call is checked.
         failed: why it must not be used any more.
         load_s: seconds it took to load.
+        weights: how the engine gets its weights; one that holds a copy is told of in-place edits too.
     """
 
     graph: GraphSpec
@@ -49,21 +55,12 @@ class InstalledEngine:
     trusted: bool = False
     failed: str | None = None
     load_s: float = 0.0
+    weights: WeightsPolicy = "bound"
     rebuild: Callable[[Sequence[Any]], Any] = field(init=False, repr=False)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
         self.rebuild = unflattener(self.graph.output_spec.node)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """How to answer calls of one key: by an engine, or by eager with a reason."""
-
-    engine: InstalledEngine | None
-    reason: str = ""
-    gather: tuple[int, ...] | None = None
-    copies: tuple[int, ...] = ()
 
 
 class Dispatcher:
@@ -82,26 +79,33 @@ class Dispatcher:
         untuned: Mapping[str, str],
         on_engine: Callable[[], object],
         on_eager: Callable[[str], object],
+        run_eager: RunEager | None = None,
     ) -> None:
         """Make one.
 
         Args:
             signature: of the module's forward.
             untuned: graph identity → why that graph has no engine.
+            run_eager: runs the forward for a call that no engine answers.
         """
         self._signature = signature
         self.engines = list(engines)
         self.on_engine = on_engine
         self.on_eager = on_eager
+        self._run_eager = run_eager or _run
         self._untuned = dict(untuned)
         self._by_graph: dict[str, list[InstalledEngine]] = {}
         for installed in self.engines:
             self._by_graph.setdefault(installed.graph.key, []).append(installed)
-        self._guard = ModuleGuard(module)
-        self._plans: dict[Hashable, _Plan] = {}
+        copies = any(installed.weights != "bound" for installed in self.engines)
+        self._guard = ModuleGuard(module, watch_versions=copies)
+        self._unwatchable = copies and self._guard.unwatchable()
+        self._plans: dict[Hashable, Plan] = {}
         self._rebinding = threading.Lock()
         self._checked_scope: object = None
         self._scope_change: str | None = None
+        self._running: list[None] = []  # One entry per call under way; appending and popping are atomic.
+        self._closing = False
 
     def call(
         self,
@@ -117,6 +121,21 @@ class Dispatcher:
             scope: an object that stays the same for one call of the pipeline around; the module's structure is compared
                 once per scope, or on every call without one.
         """
+        self._running.append(None)
+        try:
+            if self._closing:
+                return self._eager("it was untuned", forward, args, kwargs)
+            return self._answer(forward, module, args, kwargs, scope)
+        finally:
+            self._running.pop()
+            if self._closing and not self._running:
+                self._close_engines()
+
+    def _answer(
+        self, forward: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], scope: object
+    ) -> Any:
+        if interceptor_active():
+            return self._eager("a torch mode, transform or trace is active", forward, args, kwargs)
         tensors: list[torch.Tensor] = []
         key = call_key(args, kwargs, module.training, tensors)
         plan = self._plans.get(key)
@@ -131,7 +150,7 @@ class Dispatcher:
         if not installed.trusted:
             return self._first_call(installed, plan, tensors, forward, args, kwargs)
         try:
-            outputs = installed.engine(_inputs(plan, tensors))
+            outputs = installed.engine(plan.inputs(tensors))
         except Exception as error:  # noqa: BLE001 - native code may raise anything; eager is always right.
             installed.failed = f"the {installed.backend} engine raised {type(error).__name__}: {error}"
             return self._eager(installed.failed, forward, args, kwargs)
@@ -140,18 +159,22 @@ class Dispatcher:
 
     def _eager(self, reason: str, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.on_eager(reason)
-        return forward(*args, **kwargs)
+        return self._run_eager(forward, args, kwargs)
 
     def _reason_for_eager(self, scope: object) -> str | None:
-        if interceptor_active():
-            return "a torch mode, transform or trace is active"
-        if torch.is_grad_enabled() and self._guard.needs_grad():
-            return "gradients are wanted"
-        if scope is None or scope is not self._checked_scope:
-            self._scope_change = self._guard.structure_change()
-            self._checked_scope = scope
-        if self._scope_change is not None:
-            return self._scope_change
+        if _is_grad_enabled() and self._guard.needs_grad():
+            return _GRADIENTS
+        if scope is None:
+            change = self._guard.structure_change()
+        else:
+            if scope is not self._checked_scope:
+                self._scope_change = self._guard.structure_change()
+                self._checked_scope = scope
+            change = self._scope_change
+        if change is not None:
+            return change
+        if self._unwatchable:
+            return "its weights were made in inference mode, where edits leave no trace, and the engine holds a copy"
         if self._guard.weights_moved():
             self._rebind()
         return None
@@ -161,27 +184,29 @@ class Dispatcher:
         with self._rebinding:
             if not self._guard.weights_moved():
                 return  # Another thread has done it.
+            self._guard.accept_weights()  # Before they are read: what moves meanwhile is seen at the next call.
             for installed in self.engines:
                 try:
+                    if installed.weights == "baked":
+                        raise EngineLoadError("they are part of the engine; tune again to use the new ones")
                     installed.engine.rebind()
                 except Exception as error:  # noqa: BLE001 - see call().
                     installed.failed = f"{_WEIGHTS}: {error}"
                 else:
                     if (installed.failed or "").startswith(_WEIGHTS):
                         installed.failed = None
-            self._guard.accept_weights()
 
     def _first_call(
         self,
         installed: InstalledEngine,
-        plan: _Plan,
+        plan: Plan,
         tensors: list[torch.Tensor],
         forward: Forward,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Check an engine that came from a cache against eager before it is believed. Returns eager's answer."""
-        inputs = [leaf.detach().clone() for leaf in _inputs(plan, tensors)]
+        inputs = [leaf.detach().clone() for leaf in plan.inputs(tensors)]
         output = self._eager(FIRST_CALL, forward, args, kwargs)
         with installed.lock:
             if installed.trusted or installed.failed:
@@ -209,9 +234,11 @@ class Dispatcher:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensors: list[torch.Tensor],
-    ) -> _Plan:
+    ) -> Plan:
         if key is None:
-            return _Plan(None, "an argument is of a kind that no engine takes")
+            return Plan(None, "an argument is of a kind that no engine takes")
+        if _is_grad_enabled() and self._guard.needs_grad():
+            return Plan(None, _GRADIENTS)  # Not for good: the key does not say what the parameters want.
         plan = self._make_plan(module, args, kwargs, tensors)
         if len(self._plans) >= MAX_PLANS:
             self._plans = {}
@@ -220,40 +247,36 @@ class Dispatcher:
 
     def _make_plan(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
-    ) -> _Plan:
+    ) -> Plan:
         if any(leaf.is_neg() or leaf.is_conj() or leaf.layout != torch.strided for leaf in tensors):
-            return _Plan(None, "an argument is a lazy or sparse tensor")
+            return Plan(None, "an argument is a lazy or sparse tensor")
         try:
             call = bind_call(module, self._signature, args, kwargs)
         except TypeError:
-            return _Plan(None, "the call does not fit the signature")
+            return Plan(None, "the call does not fit the signature")
         if call.context.needs_grad:
-            return _Plan(None, "gradients are wanted")
+            return Plan(None, _GRADIENTS)
         candidates = self._by_graph.get(call.identity)
         if not candidates:
             reason = self._untuned.get(call.identity, "a form of call that was not seen in tuning")
-            return _Plan(None, reason)
+            return Plan(None, reason)
+        places = list(call.inputs.tensors)
         shapes = [tuple(leaf.shape) for leaf in call.leaves]
-        names = [str(place) for place in call.inputs.tensors]
         mismatch = ""
         for installed in candidates:
-            mismatch = installed.envelope.mismatch(shapes, names) or ""
+            mismatch = installed.envelope.mismatch(shapes, [str(place) for place in places]) or ""
             if not mismatch:
-                return self._plan_for(installed, call.leaves, tensors)
-        return _Plan(None, f"outside the verified shapes: {mismatch}")
-
-    def _plan_for(self, installed: InstalledEngine, leaves: list[torch.Tensor], tensors: list[torch.Tensor]) -> _Plan:
-        position = {id(leaf): index for index, leaf in reversed(list(enumerate(tensors)))}
-        try:
-            gather = tuple(position[id(leaf)] for leaf in leaves)
-        except KeyError:
-            return _Plan(None, "a default argument is a tensor")
-        copies = tuple(index for index, leaf in enumerate(leaves) if not leaf.is_contiguous())
-        identical = gather == tuple(range(len(tensors)))
-        return _Plan(installed, gather=None if identical else gather, copies=copies)
+                gather = gather_order(self._signature, args, kwargs, places)
+                return _plan_for(installed, call.leaves, gather, len(tensors))
+        return Plan(None, f"outside the verified shapes: {mismatch}")
 
     def close(self) -> None:
-        """Let go of all engines."""
+        """Let go of all engines, as soon as no call is under way in another thread."""
+        self._closing = True
+        if not self._running:
+            self._close_engines()
+
+    def _close_engines(self) -> None:
         for installed in self.engines:
             installed.engine.close()
         self.engines.clear()
@@ -261,8 +284,14 @@ class Dispatcher:
         self._plans.clear()
 
 
-def _inputs(plan: _Plan, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    inputs = tensors if plan.gather is None else [tensors[index] for index in plan.gather]
-    for index in plan.copies:
-        inputs[index] = inputs[index].contiguous()
-    return inputs
+def _plan_for(
+    installed: InstalledEngine, leaves: list[torch.Tensor], gather: tuple[int, ...] | None, count: int
+) -> Plan:
+    if gather is None:
+        return Plan(None, "a default argument is a tensor")
+    copies = tuple(index for index, leaf in enumerate(leaves) if not leaf.is_contiguous())
+    return Plan(installed, gather=None if gather == tuple(range(count)) else gather, copies=copies)
+
+
+def _run(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward(*args, **kwargs)

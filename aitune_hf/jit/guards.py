@@ -1,15 +1,16 @@
 """Has the module changed since it was tuned?
 
 An engine stands for the module as it was. Whatever can be switched on a live module without a trace in its call (a flag,
-an attention processor, FreeU factors, tiling, a config entry, a hook on an inner module, a swapped child, weights on
-another storage) must be seen before an engine answers. A guard keeps a shallow copy of every attribute dictionary in
-the module tree and compares by identity first, so a check costs well under a microsecond per module.
+an attention processor, FreeU factors, tiling, a config entry, a hook on an inner module, a swapped child or forward,
+weights of another layout) must be seen before an engine answers. A guard remembers what every attribute dictionary in the
+module tree holds and compares by identity, so a check costs about a microsecond per module.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable
+from itertools import chain, compress
 from typing import Any
 
 import torch
@@ -18,16 +19,17 @@ from torch import nn
 from aitune_hf.graph.torch_state import global_module_hooks_active
 from aitune_hf.jit.forward_proxy import ForwardProxy
 from aitune_hf.jit.forward_seat import foreign_forward, has_forward_wrapper
+from aitune_hf.jit.helpers_seen import Cell, HelperWalk, ModuleCell
 
 __all__ = ["ModuleGuard", "inner_hook"]
 
-#: Kept in a module's dictionary by us.
-OWN_KEYS = frozenset({"forward", "__getstate__"})
 #: Kept on the root by hook libraries: its hooks fire around the engine.
-_ROOT_KEYS = OWN_KEYS | {"_hf_hook", "_old_forward", "_diffusers_hook"}
+_ROOT_KEYS = frozenset({"_hf_hook", "_old_forward", "_diffusers_hook", "_forward_hooks", "_forward_pre_hooks"})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_HELPER_DEPTH = 3
-_LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, type, types.ModuleType)
+_data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_class_forward = operator.attrgetter("forward")
+_get_default_dtype = torch.get_default_dtype
+_functions_active: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
 
 
 def inner_hook(module: nn.Module) -> str | None:
@@ -48,127 +50,145 @@ def inner_hook(module: nn.Module) -> str | None:
     return None
 
 
-class _Cell:
-    """One dictionary (or other container) and how it looked."""
-
-    __slots__ = ("live", "path", "saved", "skip")
-
-    def __init__(self, path: str, live: Any, skip: frozenset[str] = frozenset()) -> None:
-        self.path = path
-        self.live = live
-        self.skip = skip
-        self.saved = self._look()
-
-    def _look(self) -> Any:
-        if isinstance(self.live, dict):
-            return {key: value for key, value in self.live.items() if key not in self.skip}
-        return self.live.copy()
-
-    def same(self) -> bool:
-        """Compares by identity first, then by equality; what cannot be compared has changed."""
-        try:
-            if self.skip and not self.skip.isdisjoint(self.live):
-                return bool(self._look() == self.saved)
-            return bool(self.live == self.saved)
-        except Exception:  # noqa: BLE001 - a foreign __eq__ may raise anything; unequal is the safe answer.
-            return False
-
-    def difference(self) -> str:
-        now = self._look()
-        if not isinstance(now, dict):
-            return self.path
-        for key in {**self.saved, **now}:
-            if key not in now or key not in self.saved:
-                return f"{self.path}.{key}"
-            try:
-                if now[key] is not self.saved[key] and now[key] != self.saved[key]:
-                    return f"{self.path}.{key}"
-            except Exception:  # noqa: BLE001
-                return f"{self.path}.{key}"
-        return self.path
-
-
 class ModuleGuard:
-    """The structure of a module tree and where its weights are, as they were when the guard was made."""
+    """The structure of a module tree and where its weights are, as they were when the guard was made.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._cells: list[_Cell] = []
-        self._tensor_dicts: list[tuple[str, dict[str, Any], list[int]]] = []
-        self._attribute_tensors: list[torch.Tensor] = []
-        self._seen: set[int] = set()
-        for name, child in module.named_modules():
-            self._add_module(name, child, is_root=child is module)
-        self._pointers = self._read_pointers()
+    Weights themselves are not kept alive: a module that is offloaded must be able to let go of them.
+    """
+
+    def __init__(self, module: nn.Module, *, watch_versions: bool = False) -> None:
+        """Make one.
+
+        Args:
+            watch_versions: an in-place edit of a weight counts as a move (for engines that hold a copy).
+        """
+        self._cells: list[Cell] = []
+        self._hooks: list[tuple[str, dict[Any, Any], int]] = []
+        self._tables: list[tuple[str, dict[str, torch.Tensor | None]]] = []
+        self._helper_tensors: list[tuple[str, torch.Tensor]] = []
+        self._kinds: list[type] = []
+        self._watch_versions = watch_versions
+        self._walk = HelperWalk(self._cells, self._helper_tensors, self._add_tree)
+        self._add_tree("", module, is_root=True)
+        self._forwards = list(map(_class_forward, self._kinds))
+        self._values = [table for _, table in self._tables]
+        self._layout = self._read_layout()
+        self._helper_state = self._read_helpers()
+        self._default_dtype = _get_default_dtype()
+        self._default_device = _default_device()
+        self.accept_weights()
+        del self._walk  # It knows the modules themselves, and a guard must not keep its module alive.
+
+    def _add_tree(self, prefix: str, root: nn.Module, is_root: bool = False) -> None:
+        for name, child in root.named_modules():
+            if self._walk.enters(child):
+                path = ".".join(part for part in (prefix, name) if part)
+                self._add_module(path, child, is_root=is_root and child is root)
 
     def _add_module(self, name: str, module: nn.Module, is_root: bool) -> None:
         state = module.__dict__
         here = name or "<module>"
-        self._cells.append(_Cell(here, state, _ROOT_KEYS if is_root else OWN_KEYS))
-        self._cells.append(_Cell(here, state["_modules"]))
+        if type(module) not in self._kinds:
+            self._kinds.append(type(module))
+        self._cells.append(ModuleCell(here, state, type(module), _ROOT_KEYS if is_root else frozenset()))
+        self._cells.append(Cell(here, state["_modules"]))
         if not is_root:
-            self._cells.extend(_Cell(f"{here}.{hooks}", state[hooks]) for hooks in _HOOKS)
-        for kind in ("_parameters", "_buffers"):
-            self._tensor_dicts.append((here, state[kind], [id(value) for value in state[kind].values()]))
+            self._hooks += [(f"{here}.{hooks}", state[hooks], len(state[hooks])) for hooks in _HOOKS]
+        self._tables += [(here, state["_parameters"]), (here, state["_buffers"])]
         for key, value in state.items():
-            if key not in _ROOT_KEYS and key not in _NN_INTERNALS:
-                self._add_helper(f"{here}.{key}", value, _HELPER_DEPTH)
+            if key not in ModuleCell.SKIPPED | _ROOT_KEYS | _NN_INTERNALS:
+                self._walk.add(f"{here}.{key}", value)
 
-    def _add_helper(self, path: str, value: Any, depth: int) -> None:
-        """Objects that hang on a module and can be changed in place: configs, processors, lists of flags."""
-        if isinstance(value, torch.Tensor):
-            self._attribute_tensors.append(value)
-            return
-        if depth == 0 or isinstance(value, (*_LEAVES, nn.Module, types.FunctionType)) or id(value) in self._seen:
-            return
-        self._seen.add(id(value))
-        if isinstance(value, dict) or type(value) in (list, set):
-            self._cells.append(_Cell(path, value))
-        state = getattr(value, "__dict__", None)
-        if isinstance(state, dict):
-            self._cells.append(_Cell(path, state))
-        for key, child in _children(value, state):
-            self._add_helper(f"{path}.{key}", child, depth - 1)
-
-    def _read_pointers(self) -> list[int]:
-        tensors = [value for _, state, _ in self._tensor_dicts for value in state.values() if value is not None]
-        return [tensor.data_ptr() for tensor in (*tensors, *self._attribute_tensors)]
+    # -- structure -----------------------------------------------------------------------------------------------------
 
     def structure_change(self) -> str | None:
-        """None if all is as it was, else a sentence that names the first attribute that is not."""
+        """None if all is as it was, else a sentence that names the first thing that is not."""
         if global_module_hooks_active():
             return "a global module hook is registered"
         for cell in self._cells:
             if not cell.same():
                 return f"{cell.difference()} changed after tuning"
+        for path, hooks, count in self._hooks:
+            if len(hooks) != count:
+                return f"{path} changed after tuning"
+        if not all(map(operator.is_, map(_class_forward, self._kinds), self._forwards)):
+            return "the forward of a class changed after tuning"
+        return self._tensor_change() or self._default_change()
+
+    def _tensor_change(self) -> str | None:
+        if self._read_layout() != self._layout:
+            return f"{self._changed_layout()} changed its shape, strides or dtype after tuning"
+        if self._helper_tensors and self._read_helpers() != self._helper_state:
+            return "a tensor that is an attribute, no parameter or buffer, changed after tuning"
         return None
+
+    def _default_change(self) -> str | None:
+        if _get_default_dtype() is not self._default_dtype:
+            return "torch's default dtype is another than while tuning"
+        if _functions_active() and _default_device() != self._default_device:
+            return "torch's default device is another than while tuning"
+        if self._default_device is not None and not _functions_active():
+            return "torch's default device is another than while tuning"
+        return None
+
+    def _read_layout(self) -> list[Any]:
+        found: list[Any] = []
+        for table in self._values:
+            for name, value in table.items():
+                found.append(name if value is None else (name, value.shape, value.stride(), value.dtype))
+        return found
+
+    def _changed_layout(self) -> str:
+        names = [f"{path}.{name}" for path, table in self._tables for name in table]
+        pairs = zip(names, self._read_layout(), self._layout, strict=False)
+        return next((name for name, now, then in pairs if now != then), "a parameter or buffer")
+
+    def _read_helpers(self) -> list[Any]:
+        return [(tensor.data_ptr(), tensor.shape, _version(tensor)) for _, tensor in self._helper_tensors]
+
+    # -- weights -------------------------------------------------------------------------------------------------------
 
     def weights_moved(self) -> bool:
         """True while a parameter or buffer lies on another storage than at the last :meth:`accept_weights`."""
-        for _, state, ids in self._tensor_dicts:
-            if [id(value) for value in state.values()] != ids:
-                return True
-        return self._read_pointers() != self._pointers
+        values = list(chain.from_iterable([table.values() for table in self._values]))
+        if list(map(id, values)) != self._ids:
+            return True
+        tensors: Any = compress(values, self._present)
+        if not self._watch_versions:
+            return list(map(_data_ptr, tensors)) != self._places
+        return [(_data_ptr(tensor), _version(tensor)) for tensor in tensors] != self._places
 
     def accept_weights(self) -> None:
         """Take the weights' present places as the known ones."""
-        for _, state, ids in self._tensor_dicts:
-            ids[:] = [id(value) for value in state.values()]
-        self._pointers = self._read_pointers()
+        values = list(chain.from_iterable([table.values() for table in self._values]))
+        tensors = [value for value in values if value is not None]
+        self._present = [value is not None for value in values]
+        self._places: list[Any] = (
+            [(_data_ptr(tensor), _version(tensor)) for tensor in tensors]
+            if self._watch_versions
+            else list(map(_data_ptr, tensors))
+        )
+        self._ids = list(map(id, values))
+
+    def unwatchable(self) -> bool:
+        """True if a weight's in-place edits leave no trace (it was made in inference mode)."""
+        return any(value is not None and value.is_inference() for table in self._values for value in table.values())
 
     def needs_grad(self) -> bool:
-        """True if any parameter asks for a gradient."""
-        return any(
-            value is not None and value.requires_grad for _, state, _ in self._tensor_dicts for value in state.values()
-        )
+        """True if any parameter, buffer or tensor attribute asks for a gradient."""
+        values = chain.from_iterable([table.values() for table in self._values])
+        if any(value is not None and value.requires_grad for value in values):
+            return True
+        return any(tensor.requires_grad for _, tensor in self._helper_tensors)
 
 
-def _children(value: Any, state: dict[str, Any] | None) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, dict):
-        yield from value.items()
-    elif isinstance(value, (list, tuple)):
-        yield from enumerate(value)
-    if state is not None:
-        yield from state.items()
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _default_device() -> str | None:
+    """The device that ``torch.set_default_device`` or a ``with torch.device(...)`` has set, or None."""
+    return str(torch.get_default_device()) if _functions_active() else None
 
 
 _NN_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}

@@ -11,8 +11,9 @@ from aitune_hf.config import TuneConfig
 __all__ = ["BUILTIN_EXCLUDE", "is_excluded", "is_skipped", "patchable"]
 
 #: Dotted prefixes of modules, or exact qualified class names, that are never intercepted. Single layers are not worth an
-#: engine of their own; traced and quantised modules are compiled or opaque already.
+#: engine of their own; traced and quantised modules are compiled or opaque already; the first are our own tools.
 BUILTIN_EXCLUDE = (
+    "aitune_hf",
     "torch.nn.modules",
     "torch.nn.parallel",
     "torch.nn.utils",

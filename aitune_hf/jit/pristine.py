@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from aitune_hf.jit.forward_proxy import ForwardProxy, PlainState
+from aitune_hf.jit.forward_proxy import ForwardProxy, PlainCopy, PlainState
 from aitune_hf.jit.forward_seat import ForwardSeat
 
 __all__ = ["install_proxy", "lift_proxy", "pristine"]
@@ -17,6 +17,8 @@ def install_proxy(module: nn.Module, proxy: ForwardProxy) -> None:
     """Put a proxy into the module's forward seat."""
     ForwardSeat.find(module).put(proxy)
     module.__dict__["__getstate__"] = PlainState(module)
+    if hasattr(type(module), "__deepcopy__"):
+        module.__dict__["__deepcopy__"] = PlainCopy(module, pristine)
 
 
 def lift_proxy(module: nn.Module, proxy: ForwardProxy) -> bool:
@@ -25,8 +27,9 @@ def lift_proxy(module: nn.Module, proxy: ForwardProxy) -> bool:
     Returns:
         False if the proxy was in no seat any more (somebody has put another forward there since; it is left).
     """
-    if isinstance(module.__dict__.get("__getstate__"), PlainState):
-        del module.__dict__["__getstate__"]
+    for name, kind in (("__getstate__", PlainState), ("__deepcopy__", PlainCopy)):
+        if isinstance(module.__dict__.get(name), kind):
+            del module.__dict__[name]
     seat = ForwardSeat.holding(module, proxy)
     if seat is not None:
         seat.put(proxy.__wrapped__)

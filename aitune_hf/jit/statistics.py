@@ -44,6 +44,12 @@ class ModuleStats:
             self.eager_calls[reason] += 1
             return self.eager_calls[reason] == 1
 
+    @property
+    def calls(self) -> int:
+        """Calls answered, by whomever."""
+        with self._lock:
+            return self.engine_calls + sum(self.eager_calls.values())
+
     def add_seconds(self, what: str, seconds: float) -> None:
         """Add to the time spent on one thing."""
         with self._lock:

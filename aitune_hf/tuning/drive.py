@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aitune_hf.backends.registry import available_backends, get_backend
+from aitune_hf.backends.registry import get_backend, known_backends
 from aitune_hf.cache import LocalStore, canonical_json, default_cache_dir
 from aitune_hf.config import TuneConfig
 from aitune_hf.errors import AITuneError, SampleError
@@ -39,7 +39,7 @@ MAX_PASSES = 4
 def make_tuner(config: TuneConfig) -> EngineTuner:
     """A tuner over the local cache with the backends the configuration names."""
     if config.backends is None:
-        backends = available_backends()
+        backends = known_backends()
     else:
         backends = [get_backend(item) if isinstance(item, str) else item for item in config.backends]
     store = LocalStore(config.cache_dir or default_cache_dir(os.environ))

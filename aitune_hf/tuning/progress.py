@@ -19,7 +19,9 @@ class Progress:
     @contextmanager
     def phase(self, what: str, total: int | None, unit: str = "it") -> Iterator[tqdm]:
         """A bar for one phase, on a terminal only; it is gone when the phase is over."""
-        bar = tqdm(total=total, desc=what, unit=unit, disable=None if self.enabled else True, leave=False, dynamic_ncols=True)
+        bar = tqdm(
+            total=total, desc=what, unit=unit, disable=None if self.enabled else True, leave=False, dynamic_ncols=True
+        )
         try:
             yield bar
         finally:

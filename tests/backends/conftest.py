@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -170,20 +170,20 @@ BATCH = AxisRange(min=1, max=8)
 
 
 @pytest.fixture(scope="session")
-def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Built:
     torch.manual_seed(0)
     ranges = {("x", 0): BATCH, ("extra.pair[0]", 0): BATCH, ("extra.pair[1]", 0): BATCH}
-    yield _build(Odd().eval(), odd_call, [odd_call(3)], tmp_path_factory.mktemp("odd"), ranges)
+    return _build(Odd().eval(), odd_call, [odd_call(3)], tmp_path_factory.mktemp("odd"), ranges)
 
 
 @pytest.fixture(scope="session")
-def unet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+def unet(tmp_path_factory: pytest.TempPathFactory) -> Built:
     folder = tmp_path_factory.mktemp("unet")
-    yield _build(tiny_unet(), unet_call, [unet_call(2), unet_call(1)], folder, {("sample", 0): BATCH})
+    return _build(tiny_unet(), unet_call, [unet_call(2), unet_call(1)], folder, {("sample", 0): BATCH})
 
 
 @pytest.fixture(scope="session")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Built:
     length = AxisRange(min=1, max=64)
     ranges = {(name, axis): (BATCH, length)[axis] for name in ("input_ids", "attention_mask") for axis in (0, 1)}
-    yield _build(tiny_bert(), bert_call, [bert_call(2, 5), bert_call(3, 17)], tmp_path_factory.mktemp("bert"), ranges)
+    return _build(tiny_bert(), bert_call, [bert_call(2, 5), bert_call(3, 17)], tmp_path_factory.mktemp("bert"), ranges)

@@ -46,9 +46,7 @@ def request_for(
             graph = GraphSpec("graph0", inputs, outputs, signature, context=context)
             node, leaves = flatten(bound)
             out_node, out_leaves = flatten(output)
-            example = Sample(
-                inputs=leaves, input_node=node, outputs=out_leaves, output_node=out_node, context=context
-            )
+            example = Sample(inputs=leaves, input_node=node, outputs=out_leaves, output_node=out_node, context=context)
         else:
             graph.update_shapes_seen(inputs, outputs)
     assert graph is not None

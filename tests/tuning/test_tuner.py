@@ -220,7 +220,11 @@ def test_children_are_tuned_where_the_whole_cannot_be_captured(tmp_path: Path) -
     expected = pair(x)["y"].detach()
     backend = FakeBackend(fail=lambda request: BuildError("no") if request.path == "Pair" else None)
     report = tune(pair, [x], first_working(tmp_path, backend))
-    assert [(row.path, row.backend) for row in report.rows] == [("Pair", "eager"), ("first", "fake"), ("second", "fake")]
+    assert [(row.path, row.backend) for row in report.rows] == [
+        ("Pair", "eager"),
+        ("first", "fake"),
+        ("second", "fake"),
+    ]
     with torch.no_grad():
         torch.testing.assert_close(pair(x)["y"], expected)
     assert stats(pair).modules["first"].engine_calls == 1
