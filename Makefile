@@ -52,7 +52,8 @@ coverage: venv  ## run the tests and show which lines they miss
 	$(PYTEST) --cov --cov-report=term-missing $(ARGS)
 
 bench: venv  ## time tuned against eager on this machine
-	$(PY) scripts/bench.py $(ARGS)
+	$(PY) benchmarks/overhead.py
+	$(PY) benchmarks/sharing.py $(ARGS)
 
 clean:  ## remove what the tools made (.venv and the engine cache stay)
 	rm -rf build dist demo_out .coverage .coverage.* htmlcov .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,0 +1,76 @@
+"""Settings: checked at once, read from the environment, never changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aitune_hf import TuneConfig
+from aitune_hf.errors import AITuneError, ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("mode", "lazy"),
+        ("strategy", "best"),
+        ("granularity", "layers"),
+        ("min_samples", 0),
+        ("min_speedup", 0.5),
+        ("min_share", 1.0),
+        ("timing_pairs", 1),
+        ("max_depth_level", -1),
+        ("dry_run_failure_probability", 2.0),
+        ("skip_modules", "BertModel"),
+        ("backends", "inductor"),
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_the_setting(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        TuneConfig(**{name: value})
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, AITuneError)
+
+
+def test_it_is_immutable_and_replaced() -> None:
+    config = TuneConfig(skip_modules=["A"], cache_dir="~/somewhere")  # type: ignore[arg-type]
+    assert config.skip_modules == ("A",)
+    assert config.cache_dir == Path("~/somewhere").expanduser()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.min_samples = 3  # type: ignore[misc]
+    assert dataclasses.replace(config, min_samples=3).min_samples == 3
+
+
+def test_the_environment_is_read_and_arguments_win() -> None:
+    environ = {
+        "AITUNE_HF_MIN_SAMPLES": "5",
+        "AITUNE_HF_PROGRESS": "false",
+        "AITUNE_HF_SKIP_MODULES": "A, B,",
+        "AITUNE_HF_MIN_SPEEDUP": "1.5",
+        "AITUNE_HF_STRATEGY": "first_working",
+        "AITUNE_HF_MAX_DEPTH_LEVEL": "2",
+        "AITUNE_HF_CACHE": "/elsewhere",
+        "HOME": "/root",
+    }
+    config = TuneConfig.from_env(environ, min_samples=7)
+    assert config.min_samples == 7
+    assert config.progress is False
+    assert config.skip_modules == ("A", "B")
+    assert config.min_speedup == 1.5
+    assert config.strategy == "first_working"
+    assert config.max_depth_level == 2
+    assert config.cache_dir is None
+
+
+@pytest.mark.parametrize("variable", ["AITUNE_HF_PROGRESS", "AITUNE_HF_MIN_SAMPLES", "AITUNE_HF_TOLERANCE"])
+def test_what_cannot_be_read_is_named(variable: str) -> None:
+    with pytest.raises(ConfigError, match=variable):
+        TuneConfig.from_env({variable: "perhaps"})
+
+
+def test_a_variable_that_is_no_setting_is_named() -> None:
+    with pytest.raises(ConfigError, match="AITUNE_HF_SPEED names no setting"):
+        TuneConfig.from_env({"AITUNE_HF_SPEED": "1"})
