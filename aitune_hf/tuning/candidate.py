@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from aitune_hf.version import __version__
 from aitune_hf.backends.base import Backend, BuildRequest, LoadRequest
 from aitune_hf.cache import EngineKey, Entry, Environment, LocalStore, Miss
 from aitune_hf.errors import BuildError, CandidateError, EngineLoadError, GraphBreakException
@@ -23,6 +22,7 @@ from aitune_hf.graph.shape_envelope import ShapeEnvelope
 from aitune_hf.jit.dispatcher import InstalledEngine
 from aitune_hf.jit.statistics import ModuleStats
 from aitune_hf.tuning.axes import Axes, axes_to_json, example_for
+from aitune_hf.version import __version__
 
 __all__ = ["Subject", "build_candidate", "build_request", "engine_key", "load_engine"]
 

@@ -19,14 +19,16 @@ from aitune_hf.config import TuneConfig
 from aitune_hf.errors import AITuneError, SampleError
 from aitune_hf.graph.hierarchy_hash import hierarchy_hash
 from aitune_hf.jit.hierarchy import walk
+from aitune_hf.jit.module_report import parameter_count
 from aitune_hf.jit.module_state import ModuleState
 from aitune_hf.jit.patched_module import PatchedModule
-from aitune_hf.jit.patcher import Patcher, patched_modules, unpatch_tree
+from aitune_hf.jit.patcher import Patcher, patched_modules, patched_of, unpatch_tree
 from aitune_hf.jit.preserved import preserved
-from aitune_hf.jit.pristine import pristine
 from aitune_hf.jit.session import TuningSession, use_session
 from aitune_hf.jit.statistics import TuningStats
-from aitune_hf.tuning.report import ModuleRow, TuningReport
+from aitune_hf.tuning.ranks import Rank, local_module, shared_out, spread_over_processes
+from aitune_hf.tuning.report import TuningReport
+from aitune_hf.tuning.summary import summarize
 from aitune_hf.tuning.tuner import EngineTuner
 
 __all__ = ["make_tuner", "restore_modules", "stats_of", "tune_modules"]
@@ -51,6 +53,7 @@ def tune_modules(
     drive: Callable[[Any], object],
     samples: Sequence[Any],
     config: TuneConfig,
+    rank: Rank | None = None,
 ) -> TuningReport:
     """Record ``drive(sample)`` for each sample, then tune the modules that were called.
 
@@ -59,6 +62,7 @@ def tune_modules(
     Args:
         roots: path → module to look at, with all below it.
         drive: runs the target once.
+        rank: which of several processes that tune the same target this one is; alone if None.
 
     Raises:
         SampleError: if there is no sample, or the target raises on one; nothing is changed then.
@@ -66,6 +70,7 @@ def tune_modules(
     if not samples:
         raise SampleError("tune needs at least one sample: a prompt, a dict of call arguments, or a callable")
     start = time.perf_counter()
+    roots = {path: local_module(root) for path, root in roots.items()}
     for root in roots.values():
         unpatch_tree(root)
     tuner = make_tuner(config)
@@ -81,8 +86,8 @@ def tune_modules(
             if not session.heads:
                 raise SampleError(f"the samples called none of the modules {', '.join(roots)}; nothing can be tuned")
             if config.mode != "inspect":
-                _tune_heads(session)
-            report = _report(session, tuner, len(samples), start)
+                _tune_heads(session, rank or Rank())
+            report = summarize(session, tuner, len(samples), start)
         _settle(roots)
         _remember(roots, tuner)
         undo.pop_all()
@@ -142,88 +147,42 @@ def _record_deeper(session: TuningSession) -> bool:
     return again
 
 
-def _tune_heads(session: TuningSession) -> None:
+def _tune_heads(session: TuningSession, rank: Rank) -> None:
     total = sum(head.recorder.seconds for head in session.heads) or 1.0
-    for head in sorted(session.heads, key=lambda head: -head.recorder.seconds):
+    heads = sorted(session.heads, key=lambda head: -head.recorder.seconds)
+    heads = shared_out(heads, rank, structure=PatchedModule._get_hierarchy_hash, size=parameter_count)
+    for head in heads:
         share = head.recorder.seconds / total
         if head.state is not ModuleState.RECORDING:
             continue
-        if share < session.config.min_share:
+        spread = spread_over_processes(head.module)
+        if spread is not None:
+            head.keep_eager(spread)
+        elif share < session.config.min_share:
             head.keep_eager(f"takes {share:.2%} of the time (min_share is {session.config.min_share:.2%})")
         else:
             head.tune()
 
 
-def _report(session: TuningSession, tuner: EngineTuner, samples: int, start: float) -> TuningReport:
-    modules = [patched for patched in walk(session.heads) if patched.level == 0 or patched.results]
-    total = sum(head.recorder.seconds for head in session.heads) or 1.0
-    rows = [row for patched in modules for row in _rows(patched, total)]
-    winners = [result.winner for result in tuner.results if result.winner is not None]
-    tuned = {id(p): p for patched in modules if patched.engines for p in patched.module.parameters()}
-    store = tuner.store
-    return TuningReport(
-        rows=rows,
-        results=list(tuner.results),
-        stats=TuningStats({patched.label: patched.stats for patched in modules}),
-        samples=samples,
-        seconds=time.perf_counter() - start,
-        engine_bytes=sum(winner.artifact_bytes for winner in winners),
-        weights_bytes=sum(p.numel() * p.element_size() for p in tuned.values()),
-        cache_dir=f"in memory ({store.unwritable_reason})" if store.unwritable_reason else str(store.root),
-    )
-
-
-def _rows(patched: PatchedModule, total: float) -> list[ModuleRow]:
-    module = patched.module
-    parameters = sum(parameter.numel() for parameter in module.parameters())
-    name = patched.label
-    results = patched.results or [None]
-    rows = []
-    for index, result in enumerate(results):
-        winner = result.winner if result else None
-        seconds = result.seconds if result else patched.recorder.seconds
-        note = "" if winner else (result.reason if result else patched.reasons.get("module", "eager stays"))
-        rows.append(
-            ModuleRow(
-                path=name if len(results) == 1 else f"{name}[{index}]",
-                class_name=type(module).__name__,
-                parameters=parameters,
-                share=seconds / total,
-                backend=winner.backend if winner else "eager",
-                speedup=winner.timing.speedup if winner and winner.timing else None,
-                max_error=winner.max_error if winner else None,
-                seconds=(winner.build_s or winner.load_s) if winner else 0.0,
-                source=winner.source if winner else "",
-                note=note,
-            )
-        )
-    return rows
-
-
 def _settle(roots: Mapping[str, nn.Module]) -> None:
-    """Keep the patches that answer calls or count them at the top; lift all others."""
+    """Keep the patches that answer calls, and those that count them at the top; lift all others."""
     for root in roots.values():
         for patched in list(patched_modules(root)):
-            below_tuned = any(below.state is ModuleState.TUNED for below in walk(patched.children))
-            called_top = patched.level == 0 and patched.state is ModuleState.EAGER
-            if patched.state is not ModuleState.TUNED and not called_top and not below_tuned:
+            counts_at_the_top = patched.level == 0 and patched.state is ModuleState.EAGER
+            if patched.state is not ModuleState.TUNED and not counts_at_the_top:
                 patched._unpatch()
 
 
-def _target_hash(roots: Mapping[str, nn.Module]) -> str:
-    """Identity of a whole target: its modules' structures by path."""
+def _record_name(roots: Mapping[str, nn.Module], tuner: EngineTuner) -> str:
+    """Named by the identity of the whole target: its modules' structures by path."""
     parts = {path: hierarchy_hash(root) for path, root in roots.items()}
-    return hashlib.sha256(canonical_json(parts)).hexdigest()
+    return f"pipelines/{hashlib.sha256(canonical_json(parts)).hexdigest()}-{tuner.policy[:8]}.json"
 
 
 def _remember(roots: Mapping[str, nn.Module], tuner: EngineTuner) -> None:
     """Note which modules of this target are tuned, so that the next process need not look at all of them."""
     paths = [p.path for root in roots.values() for p in patched_modules(root) if p.state is ModuleState.TUNED]
-    with ExitStack() as lifted:
-        for root in roots.values():
-            lifted.enter_context(pristine(root))
-        name = f"pipelines/{_target_hash(roots)}-{tuner.policy[:8]}.json"
-    tuner.store.write_record(name, {"schema": 1, "modules": sorted(paths)})
+    tuner.store.write_record(_record_name(roots, tuner), {"schema": 1, "modules": sorted(paths)})
 
 
 def restore_modules(roots: Mapping[str, nn.Module], config: TuneConfig) -> int:
@@ -234,22 +193,24 @@ def restore_modules(roots: Mapping[str, nn.Module], config: TuneConfig) -> int:
     Returns:
         The number of engines taken over.
     """
+    roots = {path: local_module(root) for path, root in roots.items()}
     tuner = make_tuner(config)
-    record = tuner.store.read_record(f"pipelines/{_target_hash(roots)}-{tuner.policy[:8]}.json")
+    record = tuner.store.read_record(_record_name(roots, tuner))
     paths = record.get("modules") if record else None
     if not isinstance(paths, list):
         return 0
     session = TuningSession(config, tuner)
-    found = dict(patchable_paths(roots))
-    patched = [Patcher(session).patch(found[path], path) for path in paths if path in found]
-    for one in patched:
-        if not one.restore():
-            one._unpatch()
-    return sum(len(one.engines) for one in patched)
+    restored = 0
+    for path, module in _paths(roots):
+        if path in paths and patched_of(module) is None:  # One that is tuned already stays as it is.
+            patched = Patcher(session).patch(module, path)
+            if not patched.restore():
+                patched._unpatch()
+            restored += len(patched.engines)
+    return restored
 
 
-def patchable_paths(roots: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Every module of a target with its path."""
+def _paths(roots: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:
     return [
         (".".join(part for part in (path, name) if part), module)
         for path, root in roots.items()

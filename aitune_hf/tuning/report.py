@@ -26,6 +26,8 @@ class ModuleRow:
         speedup: eager / engine, median of paired runs; None where eager stays.
         seconds: to build or load the engine.
         source: ``built``, ``loaded`` or empty.
+        engine: where the engine is in the cache, or empty.
+        count: modules of equal structure that share the engine; the line is for all of them.
     """
 
     path: str
@@ -38,12 +40,14 @@ class ModuleRow:
     seconds: float
     source: str
     note: str
+    engine: str = ""
+    count: int = 1
 
     def cells(self) -> tuple[str, ...]:
         """The texts of a table line."""
         source = f"{self.source} {self.seconds:.1f} s" if self.source else "-"
         return (
-            self.path,
+            self.path if self.count == 1 else f"{self.path} and {self.count - 1} like it",
             f"{self.parameters:,}",
             f"{self.share:.1%}",
             self.backend,

@@ -50,12 +50,14 @@ class CandidateResult:
             much noise to tell), ``wrong``, ``failed``, ``unavailable`` (on this machine) or ``skipped`` (time budget).
         reason: why, for all but ``won``.
         max_error: largest absolute difference from eager over all checks.
+        engine: where it is in the cache.
         source: ``built`` in this process or ``loaded`` from a cache.
     """
 
     backend: str
     outcome: str
     reason: str = ""
+    engine: str = ""
     source: str = ""
     structural: bool = False
     max_error: float | None = None

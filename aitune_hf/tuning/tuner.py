@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from aitune_hf.version import __version__
 from aitune_hf.backends.base import Backend
 from aitune_hf.backends.export import capture
-from aitune_hf.cache import Environment, LocalStore
+from aitune_hf.cache import Environment, KeyLockedError, LocalStore
 from aitune_hf.config import TuneConfig
 from aitune_hf.errors import CandidateError, CorrectnessError, EngineLoadError, GraphBreakException, UntunableError
 from aitune_hf.graph.hierarchy_hash import hierarchy_hash
@@ -32,7 +31,18 @@ from aitune_hf.tuning.correctness import EagerReference, check_engine
 from aitune_hf.tuning.progress import Progress
 from aitune_hf.tuning.results import CandidateResult, GraphResult
 from aitune_hf.tuning.timing import paired_timing
-from aitune_hf.tuning.verdict import EngineRecord, Verdict, policy_digest, read_verdict, verdicts_of, write_verdict
+from aitune_hf.tuning.verdict import (
+    EngineRecord,
+    Verdict,
+    policy_digest,
+    read_undecided,
+    read_verdict,
+    verdict_name,
+    verdicts_of,
+    write_undecided,
+    write_verdict,
+)
+from aitune_hf.version import __version__
 
 __all__ = ["EngineTuner"]
 
@@ -89,6 +99,7 @@ class EngineTuner:
                 "tolerance": None if config.tolerance is None else [config.tolerance.atol, config.tolerance.rtol],
             }
         )
+        self._began = time.time()
         self._deadline = None if config.time_budget_s is None else time.monotonic() + config.time_budget_s
 
     # -- the session's tuner ---------------------------------------------------------------------------------------
@@ -164,14 +175,47 @@ class EngineTuner:
         )
 
     def _tune_graph(self, patched: PatchedModule, work: _Work) -> list[InstalledEngine]:
+        seen = self._verdicts(work)
+        known = self._known(work, seen)
+        if known is not None:
+            return known
+        try:
+            # One process at a time decides about a graph. The others wait and take its verdict, so that all agree.
+            with self.store.exclusive(verdict_name(*self._verdict_place(work)), timeout_s=self._seconds_left()):
+                now = self._verdicts(work)
+                if [one.to_dict() for one in now] != [one.to_dict() for one in seen]:
+                    known = self._known(work, now)
+                return self._decide(patched, work) if known is None else known
+        except KeyLockedError as error:
+            work.result.reason = _line(error)
+            work.result.candidates = [CandidateResult(backend="any", outcome="skipped", reason=work.result.reason)]
+            return []
+
+    def _seconds_left(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def _verdict_place(self, work: _Work) -> tuple[str, str, Environment, str]:
+        subject = work.subject
+        return subject.hierarchy_hash, work.recorded.spec.key[:32], subject.environment, self.policy
+
+    def _verdicts(self, work: _Work) -> list[Verdict]:
+        """The verdict on a graph, and what a tuning under way did about it without deciding."""
+        place = self._verdict_place(work)
+        found = read_verdict(self.store, *place), read_undecided(self.store, *place, since=self._began)
+        return [verdict for verdict in found if verdict is not None]
+
+    def _known(self, work: _Work, verdicts: Sequence[Verdict]) -> list[InstalledEngine] | None:
+        for verdict in verdicts:
+            engines = self._from_verdict(work, verdict)
+            if engines is not None:
+                work.subject.stats.hits += 1
+                return engines
+        return None
+
+    def _decide(self, patched: PatchedModule, work: _Work) -> list[InstalledEngine]:
+        """Build, check and time what may answer a graph, and keep the verdict."""
         subject, graph = work.subject, work.recorded.spec
-        verdict = read_verdict(self.store, subject.hierarchy_hash, graph.key[:32], subject.environment, self.policy)
-        if verdict is not None:
-            known = self._from_verdict(work, verdict)
-            if known is not None:
-                subject.stats.hits += 1
-                return known
-        verdict = verdict or Verdict(
+        verdict = read_verdict(self.store, *self._verdict_place(work)) or Verdict(
             hierarchy_hash=subject.hierarchy_hash, graph=graph, environment=subject.environment, policy=self.policy
         )
         engines: list[InstalledEngine] = []
@@ -192,8 +236,8 @@ class EngineTuner:
         work.result.winner = won[0] if won else None
         work.result.reason = "" if won else _why(candidates)
         # What was left open is decided by the next tuning, from the engines that are there then.
-        if not any(candidate.outcome in ("skipped", "unsure") for candidate in candidates):
-            write_verdict(self.store, verdict)
+        is_open = any(candidate.outcome in ("skipped", "unsure") for candidate in candidates)
+        (write_undecided if is_open else write_verdict)(self.store, verdict)
         return engines
 
     def _variants(self, work: _Work) -> list[_Variant]:
@@ -320,6 +364,7 @@ class EngineTuner:
         result = replace(
             result,
             source="built" if built else "loaded",
+            engine=str(entry.manifest.key.entry_path),
             build_s=seconds if built else 0.0,
             load_s=load_s,
             artifact_bytes=size,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 from aitune_hf.cache import EngineKey, Environment, LocalStore, canonical_json
 from aitune_hf.errors import AITuneError
@@ -14,7 +15,17 @@ from aitune_hf.graph.graph_spec import GraphSpec
 from aitune_hf.graph.shape_envelope import ShapeEnvelope
 from aitune_hf.tuning.results import CandidateResult
 
-__all__ = ["EngineRecord", "Verdict", "policy_digest", "read_verdict", "verdicts_of", "write_verdict"]
+__all__ = [
+    "EngineRecord",
+    "Verdict",
+    "policy_digest",
+    "read_undecided",
+    "read_verdict",
+    "verdict_name",
+    "verdicts_of",
+    "write_undecided",
+    "write_verdict",
+]
 
 SCHEMA = 1
 
@@ -114,17 +125,33 @@ def _folder(hierarchy_hash: str) -> PurePosixPath:
     return PurePosixPath(hierarchy_hash[:2]) / hierarchy_hash
 
 
-def _name(hierarchy_hash: str, graph_key: str, environment: Environment, policy: str) -> str:
+def verdict_name(hierarchy_hash: str, graph_key: str, environment: Environment, policy: str) -> str:
+    """The record that holds the verdict for one graph."""
     return str(_folder(hierarchy_hash) / graph_key[:32] / environment.tag / f"verdict-{policy[:8]}.json")
+
+
+def _undecided_name(verdict_record: str) -> str:
+    return str(PurePosixPath(verdict_record).with_name(f"open-{PurePosixPath(verdict_record).name}"))
 
 
 def read_verdict(
     store: LocalStore, hierarchy_hash: str, graph_key: str, environment: Environment, policy: str
 ) -> Verdict | None:
     """The verdict for one graph, or None when there is none that holds here."""
-    verdict = _parse(store.read_record(_name(hierarchy_hash, graph_key, environment, policy)))
-    fits = verdict is not None and verdict.environment == environment and verdict.policy == policy
-    return verdict if fits else None
+    name = verdict_name(hierarchy_hash, graph_key, environment, policy)
+    return _holding(_parse(store.read_record(name)), environment, policy)
+
+
+def read_undecided(
+    store: LocalStore, hierarchy_hash: str, graph_key: str, environment: Environment, policy: str, since: float
+) -> Verdict | None:
+    """What a tuning that left something open did with a graph, if that was at ``since`` (Unix time) or later."""
+    name = _undecided_name(verdict_name(hierarchy_hash, graph_key, environment, policy))
+    record = store.read_record(name) or {}
+    written = record.get("written")
+    if not isinstance(written, (int, float)) or written < since or not isinstance(record.get("verdict"), dict):
+        return None
+    return _holding(_parse(cast("dict[str, Any]", record["verdict"])), environment, policy)
 
 
 def verdicts_of(store: LocalStore, hierarchy_hash: str, environment: Environment, policy: str) -> list[Verdict]:
@@ -141,8 +168,26 @@ def verdicts_of(store: LocalStore, hierarchy_hash: str, environment: Environment
 
 def write_verdict(store: LocalStore, verdict: Verdict) -> None:
     """Keep a verdict."""
-    name = _name(verdict.hierarchy_hash, verdict.graph.key, verdict.environment, verdict.policy)
-    store.write_record(name, verdict.to_dict())
+    store.write_record(_name_of(verdict), verdict.to_dict())
+
+
+def write_undecided(store: LocalStore, verdict: Verdict) -> None:
+    """Keep what was done about a graph whose decision was left open.
+
+    It holds for the tunings that run at this moment, so that all processes and all equal modules do the same; later
+    ones decide anew.
+    """
+    record = {"schema": SCHEMA, "written": time.time(), "verdict": verdict.to_dict()}
+    store.write_record(_undecided_name(_name_of(verdict)), record)
+
+
+def _name_of(verdict: Verdict) -> str:
+    return verdict_name(verdict.hierarchy_hash, verdict.graph.key, verdict.environment, verdict.policy)
+
+
+def _holding(verdict: Verdict | None, environment: Environment, policy: str) -> Verdict | None:
+    fits = verdict is not None and verdict.environment == environment and verdict.policy == policy
+    return verdict if fits else None
 
 
 def _parse(data: Mapping[str, Any] | None) -> Verdict | None:
