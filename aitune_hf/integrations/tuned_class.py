@@ -11,20 +11,17 @@ __all__ = ["BASE_ATTRIBUTE", "tuned_class"]
 BASE_ATTRIBUTE = "_aitune_base_class"
 
 
-def tuned_class(mixin: type[Any], base: type[Any]) -> type[Any]:
+def tuned_class(mixin: Any, base: Any) -> Any:
     """``base`` with ``mixin`` before it, under the name, qualified name and module of ``base``.
 
     Configs that write their class's name, ``isinstance`` and signatures are those of ``base``; copies stay tuned
-    classes, pickles are of ``base``.
+    classes, pickles are of ``base``. The same two classes give the same class.
     """
-    return _tuned_class(mixin, base)
+    return base if BASE_ATTRIBUTE in base.__dict__ else _make(mixin, base)
 
 
 @functools.cache
-def _tuned_class(mixin: Any, base: Any) -> type[Any]:
-    if BASE_ATTRIBUTE in base.__dict__:
-        return base
-
+def _make(mixin: Any, base: Any) -> Any:
     plain_reduce: Any = base.__reduce_ex__
 
     def reduce_to_base(self: Any, protocol: Any) -> Any:
