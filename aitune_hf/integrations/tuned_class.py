@@ -14,8 +14,8 @@ BASE_ATTRIBUTE = "_aitune_base_class"
 def tuned_class(mixin: Any, base: Any) -> Any:
     """``base`` with ``mixin`` before it, under the name, qualified name and module of ``base``.
 
-    Configs that write their class's name, ``isinstance`` and signatures are those of ``base``; copies stay tuned
-    classes, pickles are of ``base``. The same two classes give the same class.
+    Configs that write their class's name, ``isinstance`` and signatures are those of ``base``; copies and pickles are
+    plain objects of ``base``. The same two classes give the same class.
     """
     return base if BASE_ATTRIBUTE in base.__dict__ else _make(mixin, base)
 
@@ -26,6 +26,8 @@ def _make(mixin: Any, base: Any) -> Any:
 
     def reduce_to_base(self: Any, protocol: Any) -> Any:
         function, arguments, *rest = plain_reduce(self, protocol)
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {key: value for key, value in rest[0].items() if not key.startswith("_aitune_")}
         return (function, tuple(base if item is type(self) else item for item in arguments), *rest)
 
     namespace: dict[str, Any] = {
