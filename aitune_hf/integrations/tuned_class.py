@@ -25,10 +25,11 @@ def _make(mixin: Any, base: Any) -> Any:
     plain_reduce: Any = base.__reduce_ex__
 
     def reduce_to_base(self: Any, protocol: Any) -> Any:
-        function, arguments, *rest = plain_reduce(self, protocol)
+        _, (_, *arguments), *rest = plain_reduce(self, protocol)
         if rest and isinstance(rest[0], dict):
             rest[0] = {key: value for key, value in rest[0].items() if not key.startswith("_aitune_")}
-        return (function, tuple(base if item is type(self) else item for item in arguments), *rest)
+        # Not copyreg's own function: pickle insists that it makes an object of the very class it is given.
+        return (object.__new__, (base, *arguments), *rest)
 
     namespace: dict[str, Any] = {
         "__module__": base.__module__,
