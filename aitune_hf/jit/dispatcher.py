@@ -164,18 +164,21 @@ class Dispatcher:
     def _reason_for_eager(self, scope: object) -> str | None:
         if _is_grad_enabled() and self._guard.needs_grad():
             return _GRADIENTS
+        if self._guard.collecting():
+            return "the outputs of inner modules are being collected"
+        values = self._guard.values()
         if scope is None:
-            change = self._guard.structure_change()
+            change = self._guard.structure_change(values)
         else:
             if scope is not self._checked_scope:
-                self._scope_change = self._guard.structure_change()
+                self._scope_change = self._guard.structure_change(values)
                 self._checked_scope = scope
             change = self._scope_change
         if change is not None:
             return change
         if self._unwatchable:
             return "its weights were made in inference mode, where edits leave no trace, and the engine holds a copy"
-        if self._guard.weights_moved():
+        if self._guard.weights_moved(values):
             self._rebind()
         return None
 

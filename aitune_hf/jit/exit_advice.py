@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from aitune_hf.jit.module_state import ModuleState
 from aitune_hf.jit.session import TuningSession
 
 __all__ = ["exit_advice"]
@@ -18,6 +19,8 @@ def exit_advice(session: TuningSession) -> str | None:
 def _cause(session: TuningSession) -> str:
     config = session.config
     called = max([session.most_calls, *(patched.call_count for patched in session.modules)])
+    if called == 0 and any(patched.state is ModuleState.SKIPPED for patched in session.modules):
+        return "what was called was skipped on request"
     if called == 0:
         return "none of the modules that were intercepted was called"
     if config.mode == "deferred":
@@ -27,6 +30,4 @@ def _cause(session: TuningSession) -> str:
             f"the most called module saw {called} of min_samples={config.min_samples} calls; "
             "call it more often or lower it"
         )
-    if config.batch_axis_required:
-        return "no recorded call varied an axis; use other batch sizes or set batch_axis_required=False"
-    return "what was called was skipped on request"
+    return "no recorded call varied an axis; use other batch sizes or set batch_axis_required=False"

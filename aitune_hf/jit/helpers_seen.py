@@ -12,7 +12,8 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from operator import is_
+from itertools import chain
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ from torch import nn
 from aitune_hf.graph.attribute_names import is_identity
 from aitune_hf.jit.forward_proxy import ForwardProxy, PlainCopy, PlainState
 
-__all__ = ["Cell", "HelperWalk", "ModuleCell"]
+__all__ = ["Cell", "HelperWalk", "ModuleCell", "QuickLook"]
+
+#: Equal values of these types are interchangeable, or identical.
+_STRICT = (str, bytes, type(None), dict, list, set, nn.Module, type, types.FunctionType, torch.dtype)
 
 #: As deep as the hierarchy hash looks.
 _DEPTH = 6
@@ -90,8 +94,13 @@ class Cell:
 class ModuleCell(Cell):
     """The attribute dictionary of a module, without what this package and, on the root, hook libraries keep there."""
 
-    #: Ours, and what tells only how a model is generated with or where it lies.
-    SKIPPED = frozenset({"forward", "__getstate__", "__deepcopy__", "generation_config", "hf_device_map"})
+    #: Ours, and what tells only how a model is called by others.
+    SKIPPED = frozenset(
+        {
+            "forward", "__getstate__", "__deepcopy__", "generation_config", "hf_device_map",
+            "_is_torch_compile", "_compiled_call_impl", "_output_capturing_hooks_installed",
+        }
+    )  # fmt: skip
     __slots__ = ("_class", "_skip")
 
     def __init__(self, path: str, live: dict[str, Any], cls: type, skip: frozenset[str]) -> None:
@@ -138,6 +147,41 @@ class SlotCell(Cell):
         try:
             return _equal(self._look(), self._saved)
         except Exception:  # noqa: BLE001 - as in Cell.same.
+            return False
+
+
+class QuickLook:
+    """All containers of a guard at once: what every call of a tuned module pays for."""
+
+    def __init__(self, cells: list[Cell]) -> None:
+        self._dicts = [cell.live for cell in cells if isinstance(cell.live, dict)]
+        self._lists = [cell.live for cell in cells if isinstance(cell.live, (list, deque))]
+        self._others = [cell for cell in cells if not isinstance(cell.live, (dict, list, deque))]
+        self.take()
+
+    def take(self) -> None:
+        """Remember what the containers hold now."""
+        self._copies = [dict(live) for live in self._dicts]
+        # Equality of dictionaries is quick, as equal objects are mostly identical. Where a value is equal to one that
+        # computes something else (1 to True and 1.0, a tensor of one element to another), it must be the same object.
+        loose = [(live, [key for key, value in live.items() if not isinstance(value, _STRICT)]) for live in self._dicts]
+        self._loose = [(itemgetter(*keys, keys[0]), live) for live, keys in loose if keys]
+        self._loose_values = list(self._look_loose())
+        self._items = [list(live) for live in self._lists]
+
+    def _look_loose(self) -> Iterator[Any]:
+        return chain.from_iterable([get(live) for get, live in self._loose])
+
+    def same(self) -> bool:
+        """True while all hold the very same things; False may also mean that they are merely equal."""
+        try:
+            if self._dicts != self._copies or not all(map(is_, self._look_loose(), self._loose_values)):
+                return False
+            for live, items in zip(self._lists, self._items, strict=True):
+                if len(live) != len(items) or not all(map(is_, live, items)):
+                    return False
+            return all(cell.same() for cell in self._others)
+        except Exception:  # noqa: BLE001 - changed by another thread under our eyes, or a foreign __eq__.
             return False
 
 

@@ -214,6 +214,8 @@ def replay(patched: PatchedModule) -> None:
 
     Calls that leave traces are not run again: their children learn from the calls to come.
     """
+    if inner_hook(patched.module):
+        return  # A hook fires once per call of the user, and never for us.
     forward = patched._original_forward.__wrapped__
     session = patched.session
     before, session.replaying = session.replaying, True

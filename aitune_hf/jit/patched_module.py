@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from aitune_hf.errors import UntunableError
-from aitune_hf.jit import module_report, module_tuning
+from aitune_hf.jit import hierarchy, module_report, module_tuning
 from aitune_hf.jit.device import patch_device_attribute, unpatch_device_attribute
 from aitune_hf.jit.dispatcher import FIRST_CALL, Dispatcher, InstalledEngine
 from aitune_hf.jit.forward_proxy import ForwardProxy
@@ -86,6 +86,8 @@ class PatchedModule(ObservedModule):
 
     def _forward_init(self, wrapped: Forward, instance: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         """First call: find the place in the hierarchy, then record, or restore engines from the cache."""
+        if not self.session.stack and hierarchy.runs_inside_unseen(instance, self.session):
+            return wrapped(*args, **kwargs)  # Its place shows at the next call.
         with self.session.lock:
             first = self.state is ModuleState.INIT
             if first:
@@ -344,7 +346,8 @@ def _abandoner(patched: PatchedModule) -> Callable[[object], None]:
         if patched is not None:
             patched._let_go()
             patched.state = ModuleState.DETACHED
-            # The proxy and this object point at each other; nobody can call the proxy any more.
+            # Whatever points at itself through the object: nobody can call the proxy any more.
+            patched._forward_routing = _run_original
             del patched._original_forward._patched
 
     return abandon

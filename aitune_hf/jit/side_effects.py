@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aitune_hf.jit.guards import ModuleGuard
+from aitune_hf.jit.guards import ModuleGuard, inner_hook
 
 __all__ = ["SideEffect", "SideEffectWatch", "same_values"]
 
@@ -34,6 +34,7 @@ class SideEffectWatch:
             clones: copies of ``leaves`` as they were before the call.
         """
         self._guard = ModuleGuard(module)
+        self._hook = inner_hook(module)
         self._pairs = list(zip(leaves, clones, strict=True))
         self._versions = [_version(leaf) for leaf in leaves]
         tensors = [*module.parameters(), *module.buffers()]
@@ -44,7 +45,9 @@ class SideEffectWatch:
         self._rng = _rng_states()
 
     def found(self) -> SideEffect | None:
-        """The first thing that the call changed, or None."""
+        """The first thing that the call did besides, or None."""
+        if self._hook:
+            return SideEffect(f"{self._hook}, which would not fire inside an engine")
         leaves = [leaf for leaf, _ in self._pairs]
         if [_version(leaf) for leaf in leaves] != self._versions or not all(same_values(a, b) for a, b in self._pairs):
             return SideEffect("the forward changes one of its inputs in place")

@@ -22,5 +22,9 @@ def bench(tmp_path: Path) -> Bench:
 
 @pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
+    """Equal numbers in every run, and one thread: these models are too small for more."""
     torch.manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
+    torch.set_num_threads(before)

@@ -74,14 +74,13 @@ class FrozenBackend(FakeBackend):
     """Builds :class:`FrozenEngine`. ``refuse`` names the module paths (or classes) it cannot build."""
 
     def __init__(self, refuse: Sequence[str] = (), name: str = "frozen") -> None:
-        super().__init__(name, fail=self._fail)
+        super().__init__(name)
         self.refuse = refuse
 
-    def _fail(self, request: BuildRequest) -> Exception | None:
-        names = {request.path, request.path.rpartition(".")[2], type(request.module).__name__}
-        return BuildError(f"{request.path} is refused") if names & set(self.refuse) else None
-
     def build(self, request: BuildRequest) -> BuildResult:
+        names = {request.path, request.path.rpartition(".")[2], type(request.module).__name__}
+        if names & set(self.refuse):
+            raise BuildError(f"{request.path} is refused")
         result = super().build(request)
         return replace(result, engine={**result.engine, "context": request.graph.context.to_dict()})
 
