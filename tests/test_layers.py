@@ -41,7 +41,8 @@ LEVEL = {part: level for level, row in enumerate(LAYERS) for part in row}
 # A dotted name stands for that module and what is in it.
 VIEWS: dict[str, tuple[str, ...]] = {
     "graph": ("errors",),
-    "jit": ("errors", "config", "graph", "cache", "backends.base"),
+    # The last: what `jit.enable` hands out, imported when it is asked for.
+    "jit": ("errors", "config", "graph", "cache", "backends.base", "tuning.enable"),
     "pipeline": ("model", *(part for row in LAYERS[:8] for part in row)),
     "model": ("pipeline", *(part for row in LAYERS[:8] for part in row)),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ class FakeEngine:
     """Runs the class's forward on the module's live weights, like an engine bound to them would."""
 
     def __init__(self, module: nn.Module, engine: Mapping[str, Any], spoil: Spoil) -> None:
-        self.module = module
+        self._module = weakref.ref(module)  # The module owns its engines.
         self.build_call = unflattener(Node.from_json(engine["input_node"]))
         self.signature = ForwardSignature.from_dict(engine["signature"])
         self.spoil = spoil
@@ -30,10 +31,18 @@ class FakeEngine:
         self.rebinds = 0
         self.closed = False
 
+    @property
+    def module(self) -> nn.Module:
+        """The module whose weights it uses."""
+        module = self._module()
+        assert module is not None
+        return module
+
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         self.calls += 1
         args, kwargs = self.signature.unbind(self.build_call(inputs))
-        output = type(self.module).forward(self.module, *args, **kwargs)
+        module = self.module
+        output = type(module).forward(module, *args, **kwargs)
         return self.spoil([leaf.clone() for leaf in flatten(output)[1]])
 
     def rebind(self) -> None:

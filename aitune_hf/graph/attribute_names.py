@@ -7,7 +7,9 @@ from torch import nn
 __all__ = ["CONFIG_COUNT", "MODULE_INTERNALS", "OFF_UNLESS_TRUE", "SEATS", "is_identity"]
 
 # Other parts answer for replaced forwards and for hooks; the last is torch.compile's in-place form.
-SEATS = frozenset({"forward", "_old_forward", "_hf_hook", "_diffusers_hook", "__getstate__", "_compiled_call_impl"})
+SEATS = frozenset(
+    {"forward", "_old_forward", "_hf_hook", "_diffusers_hook", "__getstate__", "__deepcopy__", "_compiled_call_impl"}
+)
 # Where a model came from, where it runs, how it is loaded or split over devices: nothing that one forward
 # computes from.
 _IDENTITY = frozenset(

@@ -33,6 +33,7 @@ __all__ = [
     "run_tuner",
     "simulate_dry_run",
     "tune",
+    "tune_blocks",
     "untunable_reason",
 ]
 
@@ -126,6 +127,8 @@ def tune(patched: PatchedModule) -> None:
     session = patched.session
     session.attempted_tuning = True
     with session.tuning:
+        if tune_blocks(patched):
+            return
         hooks = patched._hook_keys()
         try:
             problem = untunable_reason(patched)
@@ -147,6 +150,29 @@ def tune(patched: PatchedModule) -> None:
             patched._install(engines, reasons)
         finally:
             patched.recorder.clear_samples()
+
+
+def tune_blocks(patched: PatchedModule) -> bool:
+    """Tune repeated blocks instead of the module, where the session's tuner prefers that.
+
+    Returns:
+        Whether it did. The module itself is eager then.
+    """
+    tuner, config = patched.session.tuner, patched.session.config
+    can_replay = any(len(graph.samples) and graph.repeatable for graph in patched.recorder.graphs.values())
+    if tuner is None or config.dry_run or not can_replay:
+        return False
+    blocks = tuner.blocks(patched)
+    if not blocks:
+        return False
+    for block in blocks:
+        block.recorder.keep_samples = True
+    replay(patched)
+    patched.keep_eager(f"its {len(blocks)} repeated blocks are tuned one by one")
+    for block in blocks:
+        if block.state is ModuleState.RECORDING:
+            block.tune()
+    return True
 
 
 def run_tuner(patched: PatchedModule, tuner: GraphTuner) -> tuple[list[InstalledEngine], dict[str, str]]:

@@ -48,6 +48,9 @@ class GraphTuner(Protocol):
             UntunableError: if the module cannot be captured, so that its children should be tried instead.
         """
 
+    def blocks(self, patched: PatchedModule) -> list[PatchedModule]:
+        """The modules below it to tune instead of the module itself; empty to tune it as a whole."""
+
     def can_capture(self, patched: PatchedModule) -> None:
         """Raise GraphBreakException unless every recorded graph of the module can be captured."""
 

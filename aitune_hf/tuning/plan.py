@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 from aitune_hf.config import TuneConfig
 from aitune_hf.graph.hierarchy_hash import hierarchy_factors
@@ -28,13 +27,14 @@ def repeated_blocks(head: PatchedModule, config: TuneConfig) -> list[PatchedModu
         return []
     groups = sorted(_groups(head), key=lambda group: -sum(block.recorder.seconds for block in group))
     chosen: list[PatchedModule] = []
-    taken: set[int] = set()
+    covered: set[int] = set()
     largest = 0
     for group in groups:
-        family = {id(relative) for block in group for relative in _family(block)}
-        if taken.isdisjoint(family):
+        below = {id(one) for block in group for one in walk([block])}
+        # Neither within blocks that are taken, nor around them.
+        if covered.isdisjoint(map(id, group)) and below.isdisjoint(map(id, chosen)):
             chosen += group
-            taken |= family
+            covered |= below
             largest = max(largest, len(group))
     if config.granularity == "auto":
         total = head.recorder.seconds or 1.0
@@ -55,13 +55,3 @@ def _groups(head: PatchedModule) -> list[list[PatchedModule]]:
         if name is not None and patched.recorder.graphs:
             found[factors.at(name).digest].append(patched)
     return [group for group in found.values() if len(group) > 1]
-
-
-def _family(block: PatchedModule) -> Sequence[PatchedModule]:
-    """A block, all it calls, and all that call it: none of them can be tuned beside it."""
-    family = list(walk([block]))
-    caller = block.parent
-    while caller is not None:
-        family.append(caller)
-        caller = caller.parent
-    return family

@@ -26,7 +26,7 @@ INIT = nn.Module.__init__
 @pytest.fixture(autouse=True)
 def silent_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The advice for the sessions made here is not for whoever runs the tests."""
-    monkeypatch.setattr("aitune_hf.jit.enable.atexit.register", lambda advise: advise)
+    monkeypatch.setattr("aitune_hf.jit.interception.atexit.register", lambda advise: advise)
 
 
 def block(bench: Bench, **settings: Any) -> Any:
@@ -158,6 +158,7 @@ class Mine(nn.Module):
 class Tuner:
     def restore(self, patched): return None
     def can_capture(self, patched): pass
+    def blocks(self, patched): return []
     def tune(self, patched): return [], {{}}
 
 def main():

@@ -209,6 +209,9 @@ class Scout:
     def restore(self, patched: PatchedModule) -> None:
         return None
 
+    def blocks(self, patched: PatchedModule) -> list[PatchedModule]:
+        return []
+
     def can_capture(self, patched: PatchedModule) -> None:
         self.asked.append(patched.fq_name)
         if patched.name in self.broken:
