@@ -100,8 +100,9 @@ def test_the_next_process_restores_every_block(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("blocks", "whole"), [(2, True), (12, False)])
 def test_auto_takes_blocks_where_there_are_many(tmp_path: Path, blocks: int, whole: bool) -> None:
-    model, x, backend = Stack(blocks).eval(), torch.randn(512, 8), FakeBackend()
-    tune(model, [x, x], settings(tmp_path, backend, granularity="auto"))
+    # Enough work per block, and enough calls, that observing them is not what takes the time.
+    model, x, backend = Stack(blocks).eval(), torch.randn(20_000, 8), FakeBackend()
+    tune(model, [x] * 10, settings(tmp_path, backend, granularity="auto"))
     assert (backend.builds == ["Stack"]) is whole
     assert (backend.builds == ["blocks.0"]) is not whole
 
