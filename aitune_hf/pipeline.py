@@ -14,6 +14,7 @@ from aitune_hf.config import TuneConfig
 from aitune_hf.errors import AITuneError, ConfigError, PipelineLoadError
 from aitune_hf.integrations import diffusers as hf_diffusers
 from aitune_hf.integrations import transformers as hf_transformers
+from aitune_hf.integrations.accelerate import current_rank
 from aitune_hf.integrations.tuned_class import tuned_class
 from aitune_hf.jit.patcher import unpatch_tree
 from aitune_hf.jit.session import pipeline_call
@@ -92,7 +93,7 @@ def tune_target(target: Any, samples: Any, config: TuneConfig, **call_kwargs: An
             import torch
 
             kept.enter_context(torch.no_grad())
-        return tune_modules(roots, driver(target, call_kwargs), listed, config)
+        return tune_modules(roots, driver(target, call_kwargs), listed, config, current_rank())
 
 
 class AITunePipeline:

@@ -133,6 +133,17 @@ class LocalStore:
         """Write a small JSON record at ``aitune/v1/<name>``, ending in ``.json``. The last writer wins."""
         self._records.write(name, obj)
 
+    @contextmanager
+    def exclusive(self, name: str, *, timeout_s: float | None = None, warn_after_s: float = 30.0) -> Iterator[None]:
+        """Be the only one, of all processes, to work on what the record ``name`` will say.
+
+        Read the record again inside: another process may have written it meanwhile. Ends with the process, and
+        excludes only the threads of this one where the cache cannot be written. Raises as ``reserve`` does.
+        """
+        lock_id = lock_id_of(PurePosixPath(self._layout.record(name).relative_to(self.root).as_posix()))
+        with self._locks.hold(lock_id, name, timeout_s, warn_after_s):
+            yield
+
     def entries(self) -> list[Entry]:
         """Every entry with a readable manifest. Their files are not checked: ``verify`` does that."""
         found: list[Entry] = []

@@ -117,6 +117,7 @@ def restore(patched: PatchedModule) -> bool:
         return False
     if restored is None or not restored[0]:
         return False
+    patched.session.attempted_tuning = True  # By an earlier process: there is nothing to advise at exit.
     patched._install(*restored)
     patched._to_history(f"restored {len(restored[0])} engines from the cache")
     return True

@@ -170,6 +170,7 @@ def load_engine(
         envelope=ShapeEnvelope.from_dict(engine_data["envelope"]),
         engine=engine,
         backend=backend.name,
+        weights=backend.weights,
     )
     seconds = time.perf_counter() - start
     subject.stats.add_seconds("load", seconds)

@@ -26,7 +26,7 @@ from aitune_hf.jit.patcher import Patcher, patched_modules, patched_of, unpatch_
 from aitune_hf.jit.preserved import preserved
 from aitune_hf.jit.session import TuningSession, use_session
 from aitune_hf.jit.statistics import TuningStats
-from aitune_hf.tuning.ranks import Rank, local_module, shared_out, spread_over_processes
+from aitune_hf.tuning.ranks import Rank, agreed, local_module, shared_out, spread_over_processes
 from aitune_hf.tuning.report import TuningReport
 from aitune_hf.tuning.summary import summarize
 from aitune_hf.tuning.tuner import EngineTuner
@@ -74,6 +74,7 @@ def tune_modules(
     for root in roots.values():
         unpatch_tree(root)
     tuner = make_tuner(config)
+    tuner.rank = rank or Rank()
     session = TuningSession(config, tuner)
     session.replaying = True  # Nothing is tuned in the middle of a call: that comes after the recording.
     with ExitStack() as undo:
@@ -86,7 +87,9 @@ def tune_modules(
             if not session.heads:
                 raise SampleError(f"the samples called none of the modules {', '.join(roots)}; nothing can be tuned")
             if config.mode != "inspect":
-                _tune_heads(session, rank or Rank())
+                if tuner.rank.count > 1:
+                    _agree_on_times(session, tuner, roots)
+                _tune_heads(session, tuner.rank)
             report = summarize(session, tuner, len(samples), start)
         _settle(roots)
         _remember(roots, tuner)
@@ -145,6 +148,20 @@ def _record_deeper(session: TuningSession) -> bool:
                 if not child.recorder.keep_samples:
                     child.recorder.keep_samples = again = True
     return again
+
+
+def _agree_on_times(session: TuningSession, tuner: EngineTuner, roots: Mapping[str, nn.Module]) -> None:
+    """Let all ranks go by the times that one of them recorded, so that all choose the same modules to tune."""
+    recorders = {patched.fq_name: patched.recorder for patched in walk(session.heads)}
+    name = _record_name(roots, tuner).replace("pipelines/", "times/")
+    times = agreed(tuner.store, name, tuner.began, lambda: {key: one.seconds for key, one in recorders.items()})
+    for key, recorder in recorders.items():
+        seconds = times.get(key)
+        if isinstance(seconds, (int, float)) and recorder.seconds:
+            ratio = seconds / recorder.seconds
+            recorder.seconds *= ratio
+            for graph in recorder.graphs.values():
+                graph.seconds *= ratio
 
 
 def _tune_heads(session: TuningSession, rank: Rank) -> None:

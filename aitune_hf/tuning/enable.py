@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from aitune_hf.config import TuneConfig
-from aitune_hf.jit.enable import intercepting
+from aitune_hf.jit.interception import intercepting
 from aitune_hf.jit.session import TuningSession
 from aitune_hf.tuning.drive import make_tuner
 

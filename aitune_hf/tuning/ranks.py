@@ -2,20 +2,22 @@
 
 They share the cache folder and nothing else: no message is sent and no collective is entered, so a rank that dies or
 never comes leaves no other waiting. What makes each engine built once, and all agree, are the locks of the cache, which
-end with their owner. Here is only what lets ranks start with different work.
+end with their owner. Here is what lets ranks start with different work, and choose the same modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
+from aitune_hf.cache import LocalStore
 from aitune_hf.errors import ConfigError
 
-__all__ = ["Rank", "local_module", "shared_out", "spread_over_processes"]
+__all__ = ["Rank", "agreed", "local_module", "shared_out", "spread_over_processes"]
 
 T = TypeVar("T")
 
@@ -50,6 +52,24 @@ def shared_out(units: Sequence[T], rank: Rank, *, structure: Callable[[T], str],
         other = (rank.index + step) % rank.count
         order += reversed(dealt[other :: rank.count])
     return [unit for name in order for unit in groups[name]]
+
+
+def agreed(store: LocalStore, name: str, since: float, decide: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What the first of the processes that work on the same thing now decided; all others take it.
+
+    Args:
+        name: of the record that they meet in.
+        since: when this process began, in Unix time: what was decided before is an earlier launch's.
+        decide: makes the decision where this process is the first.
+    """
+    with store.exclusive(name):
+        record = store.read_record(name) or {}
+        written, decision = record.get("written"), record.get("decision")
+        if isinstance(written, (int, float)) and written >= since and isinstance(decision, dict):
+            return decision
+        made = decide()
+        store.write_record(name, {"written": time.time(), "decision": made})
+        return made
 
 
 def local_module(module: nn.Module) -> nn.Module:

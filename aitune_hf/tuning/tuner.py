@@ -23,12 +23,15 @@ from aitune_hf.graph.sample_metadata import Shapes
 from aitune_hf.graph.sample_store import Sample
 from aitune_hf.graph.structure import unflattener
 from aitune_hf.jit.dispatcher import Dispatcher, InstalledEngine
+from aitune_hf.jit.module_report import parameter_count
 from aitune_hf.jit.patched_module import PatchedModule
 from aitune_hf.jit.recorder import RecordedGraph
 from aitune_hf.tuning.axes import Axes, fixed_axes, varying_axes
 from aitune_hf.tuning.candidate import Subject, build_candidate, build_request, load_engine
 from aitune_hf.tuning.correctness import EagerReference, check_engine
+from aitune_hf.tuning.plan import repeated_blocks
 from aitune_hf.tuning.progress import Progress
+from aitune_hf.tuning.ranks import Rank, shared_out
 from aitune_hf.tuning.results import CandidateResult, GraphResult
 from aitune_hf.tuning.timing import paired_timing
 from aitune_hf.tuning.verdict import (
@@ -82,6 +85,8 @@ class EngineTuner:
 
     Attributes:
         results: what came of each graph, in order.
+        began: when this tuning did, in Unix time.
+        rank: which of several processes that tune the same target this one is.
     """
 
     def __init__(self, store: LocalStore, backends: Sequence[Backend], config: TuneConfig) -> None:
@@ -99,7 +104,8 @@ class EngineTuner:
                 "tolerance": None if config.tolerance is None else [config.tolerance.atol, config.tolerance.rtol],
             }
         )
-        self._began = time.time()
+        self.began = time.time()
+        self.rank = Rank()
         self._deadline = None if config.time_budget_s is None else time.monotonic() + config.time_budget_s
 
     # -- the session's tuner ---------------------------------------------------------------------------------------
@@ -119,6 +125,11 @@ class EngineTuner:
             if not verdict.engines:
                 reasons[verdict.graph.key] = "eager was faster when this was tuned"
         return (engines, reasons) if verdicts else None
+
+    def blocks(self, patched: PatchedModule) -> list[PatchedModule]:
+        """See :class:`~aitune_hf.jit.session.GraphTuner`."""
+        blocks = repeated_blocks(patched, self.config)
+        return shared_out(blocks, self.rank, structure=PatchedModule._get_hierarchy_hash, size=parameter_count)
 
     def can_capture(self, patched: PatchedModule) -> None:
         """See :class:`~aitune_hf.jit.session.GraphTuner`."""
@@ -187,7 +198,7 @@ class EngineTuner:
                     known = self._known(work, now)
                 return self._decide(patched, work) if known is None else known
         except KeyLockedError as error:
-            work.result.reason = _line(error)
+            work.result.reason = f"the time budget was spent while another process decided: {_line(error)}"
             work.result.candidates = [CandidateResult(backend="any", outcome="skipped", reason=work.result.reason)]
             return []
 
@@ -201,7 +212,7 @@ class EngineTuner:
     def _verdicts(self, work: _Work) -> list[Verdict]:
         """The verdict on a graph, and what a tuning under way did about it without deciding."""
         place = self._verdict_place(work)
-        found = read_verdict(self.store, *place), read_undecided(self.store, *place, since=self._began)
+        found = read_verdict(self.store, *place), read_undecided(self.store, *place, since=self.began)
         return [verdict for verdict in found if verdict is not None]
 
     def _known(self, work: _Work, verdicts: Sequence[Verdict]) -> list[InstalledEngine] | None:
@@ -339,7 +350,8 @@ class EngineTuner:
             if installed is not None:
                 installed.engine.close()
             wrong = isinstance(error, CorrectnessError)
-            structural = not isinstance(error, (CorrectnessError, EngineLoadError))
+            # Also where the whole is wrong: what is below it may be right.
+            structural = not isinstance(error, EngineLoadError)
             outcome = "wrong" if wrong else "failed"
             return replace(result, outcome=outcome, reason=_line(error), structural=structural), None
         if result.outcome != "won":

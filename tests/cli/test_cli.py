@@ -84,7 +84,9 @@ def test_run_tunes_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
     assert "Net" in done.stderr
 
 
-def test_run_without_a_script_or_with_a_wrong_setting_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_a_script_or_with_a_wrong_setting_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["run", str(tmp_path / "missing.py")]) == 2
     assert "there is no script" in capsys.readouterr().err
 
