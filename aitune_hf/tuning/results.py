@@ -49,6 +49,7 @@ class CandidateResult:
         outcome: ``won``, ``right`` (but another was faster), ``slower`` (than eager), ``unsure`` (faster or not: too
             much noise to tell), ``wrong``, ``failed``, ``unavailable`` (on this machine) or ``skipped`` (time budget).
         reason: why, for all but ``won``.
+        structural: it failed because of what the module is, not because of speed or circumstances.
         max_error: largest absolute difference from eager over all checks.
         engine: where it is in the cache.
         source: ``built`` in this process or ``loaded`` from a cache.
@@ -85,6 +86,8 @@ class GraphResult:
         path: module path.
         winner: the candidate that answers its calls, or None where eager does.
         reason: why eager stays.
+        structural: no engine could be had because the module cannot be captured, compiled or run right as a whole, so
+            that what is below it should be tried.
         candidates: all that were tried, one per engine variant.
     """
 
@@ -94,6 +97,7 @@ class GraphResult:
     seconds: float = 0.0
     winner: CandidateResult | None = None
     reason: str = ""
+    structural: bool = False
     candidates: Sequence[CandidateResult] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
