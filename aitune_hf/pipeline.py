@@ -53,6 +53,15 @@ class TunedPipelineMixin:
         with pipeline_call():
             return call(self, *args, **kwargs)
 
+    def _move_tuned(self, move: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Engines are for one kind of device: after a move to another, take those that the cache has for it."""
+        before = _device_types(self)
+        moved = move(self, *args, **kwargs)
+        if _device_types(self) != before:
+            self.untune()
+            restore_modules(modules_of(self), self._aitune_config)
+        return moved
+
     def tune(self, samples: Any, config: TuneConfig | None = None, **call_kwargs: Any) -> TuningReport:
         """Record the pipeline on sample inputs, then make it faster where that can be done without changing its output.
 
@@ -79,6 +88,10 @@ class TunedPipelineMixin:
     def tuning_stats(self) -> TuningStats:
         """Counters: calls answered by engines and by eager with the reasons, builds, loads."""
         return stats_of(modules_of(self))
+
+
+def _device_types(target: Any) -> set[str]:
+    return {parameter.device.type for module in modules_of(target).values() for parameter in module.parameters()}
 
 
 def tune_target(target: Any, samples: Any, config: TuneConfig, **call_kwargs: Any) -> TuningReport:

@@ -24,4 +24,12 @@ def _make(mixin: Any, base: Any) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._call_tuned(base.__call__, args, kwargs)
 
-    return disguised(base, {"__call__": call}, (mixin,))
+    namespace: dict[str, Any] = {"__call__": call}
+    if hasattr(base, "to"):
+
+        @functools.wraps(base.to)
+        def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._move_tuned(base.to, args, kwargs)
+
+        namespace["to"] = to
+    return disguised(base, namespace, (mixin,))

@@ -44,6 +44,7 @@ class InstalledEngine:
         trusted: its outputs were checked against eager in this process; otherwise its first call is checked.
         failed: why it must not be used any more.
         load_s: seconds it took to load.
+        on_wrong: told when its first call is not eager's answer; takes it out of the cache.
         weights: how the engine gets its weights; one that holds a copy is told of in-place edits too.
     """
 
@@ -55,6 +56,7 @@ class InstalledEngine:
     trusted: bool = False
     failed: str | None = None
     load_s: float = 0.0
+    on_wrong: Callable[[str], object] = field(default=lambda reason: None, repr=False)
     weights: WeightsPolicy = "bound"
     rebuild: Callable[[Sequence[Any]], Any] = field(init=False, repr=False)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -225,6 +227,7 @@ class Dispatcher:
                 problem = f"it raised {type(error).__name__}: {error}"
             if problem:
                 installed.failed = f"the {installed.backend} engine from the cache is wrong: {problem}"
+                installed.on_wrong(problem)
             else:
                 installed.rebuild = unflattener(node)  # With eager's own classes.
                 installed.trusted = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from aitune_hf.jit.dispatcher import InstalledEngine
 from aitune_hf.jit.statistics import ModuleStats
 from aitune_hf.tuning.axes import Axes, axes_to_json, example_for
 from aitune_hf.version import __version__
+
+logger = logging.getLogger("aitune_hf")
 
 __all__ = ["Subject", "build_candidate", "build_request", "engine_key", "load_engine"]
 
@@ -171,8 +174,14 @@ def load_engine(
         engine=engine,
         backend=backend.name,
         weights=backend.weights,
+        on_wrong=lambda reason: _evict(store, entry, reason),
     )
     seconds = time.perf_counter() - start
     subject.stats.add_seconds("load", seconds)
     size = sum(file.size for file in entry.manifest.files.values())
     return installed, seconds, size
+
+
+def _evict(store: LocalStore, entry: Entry, reason: str) -> None:
+    logger.warning("%s is taken out of the cache: %s", entry.manifest.key.entry_path, reason)
+    store.evict(entry, f"wrong in use: {reason}")

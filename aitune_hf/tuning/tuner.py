@@ -17,7 +17,7 @@ from aitune_hf.backends.base import Backend
 from aitune_hf.backends.export import capture
 from aitune_hf.cache import Environment, KeyLockedError, LocalStore
 from aitune_hf.config import TuneConfig
-from aitune_hf.errors import CandidateError, EngineLoadError, UntunableError
+from aitune_hf.errors import CandidateError, CorrectnessError, EngineLoadError, UntunableError
 from aitune_hf.graph.hierarchy_hash import hierarchy_hash
 from aitune_hf.graph.sample_metadata import Shapes
 from aitune_hf.jit.dispatcher import InstalledEngine
@@ -259,6 +259,10 @@ class EngineTuner:
                 # The ends of its shapes were checked when it was built.
                 error = check_engine(installed, work.recorded.samples, work.reference, corners=False)
                 work.subject.stats.add_seconds("check", time.perf_counter() - start)
+            except CorrectnessError as wrong:
+                installed.engine.close()
+                installed.on_wrong(first_line(wrong))
+                return None
             except CandidateError as failure:
                 logger.warning("%s: a cached engine is not used: %s", work.subject.path, failure)
                 return None

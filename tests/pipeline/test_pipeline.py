@@ -143,6 +143,25 @@ def test_a_cached_engine_that_is_wrong_is_found_out_at_its_first_call(
         np.testing.assert_allclose(draw(pipe), eager_picture, atol=2e-5)
     assert pipe.tuning_stats().engine_calls == 0
     assert any("is wrong" in reason for reason in pipe.tuning_stats().eager_calls)
+    # They are gone from the cache, and a new tuning builds them again.
+    assert not list((tmp_path / "aitune" / "v1").rglob("engine.json"))
+    right = FakeBackend()
+    assert pipe.tune([PROMPT], config=first_working(tmp_path, right), **CALL).builds == 3
+    np.testing.assert_allclose(draw(pipe), eager_picture, atol=2e-5)
+
+
+def test_a_move_to_another_kind_of_device_takes_the_engines_of_that_device(
+    tiny_sd_folder: Path, tmp_path: Path, eager_picture: np.ndarray
+) -> None:
+    AITunePipeline.from_pretrained(tiny_sd_folder, config=first_working(tmp_path)).tune([PROMPT], **CALL)
+    pipe = AITunePipeline.from_pretrained(tiny_sd_folder, config=first_working(tmp_path))
+    assert pipe.to("meta") is pipe
+    assert pipe.tuning_stats().modules == {}
+    with pytest.raises(NotImplementedError):
+        pipe.to("cpu")
+    pipe = AITunePipeline.from_pretrained(tiny_sd_folder, config=first_working(tmp_path)).to("cpu")
+    assert pipe.tuning_stats().loads == 3
+    np.testing.assert_allclose(draw(pipe), eager_picture, atol=2e-5)
 
 
 def test_a_prompt_list_is_a_batch_and_a_callable_drives(tiny_sd_folder: Path, tmp_path: Path) -> None:

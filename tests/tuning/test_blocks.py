@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ class Stack(nn.Module):
 
 
 def settings(tmp_path: Path, backend: FakeBackend, **kwargs: Any) -> TuneConfig:
-    kwargs = {"granularity": "blocks", "min_share": 0.0, **kwargs}
-    return TuneConfig(backends=(backend,), strategy="first_working", cache_dir=tmp_path, progress=False, **kwargs)
+    kwargs = {"granularity": "blocks", "min_share": 0.0, "strategy": "first_working", **kwargs}
+    return TuneConfig(backends=(backend,), cache_dir=tmp_path, progress=False, **kwargs)
 
 
 def test_equal_blocks_are_built_once_and_each_uses_its_own_weights(tmp_path: Path) -> None:
@@ -121,6 +122,18 @@ def test_a_block_that_cannot_be_built_stays_eager_and_the_answer_right(tmp_path:
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected)
     assert stats(model).engine_calls == 3
+
+
+def test_blocks_that_are_slower_than_eager_are_not_taken_apart(tmp_path: Path) -> None:
+    def slow(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        time.sleep(0.005)
+        return leaves
+
+    model, backend = Stack(3).eval(), FakeBackend(spoil=slow)
+    config = settings(tmp_path, backend, strategy="max_throughput", timing_pairs=3)
+    report = tune(model, [torch.randn(3, 8)], config)
+    assert backend.builds == ["blocks.0"]
+    assert {row.backend for row in report.rows} == {"eager"}
 
 
 def test_a_hook_on_a_block_keeps_firing(tmp_path: Path) -> None:

@@ -212,6 +212,13 @@ def test_single_sizes_are_built_where_one_engine_for_all_cannot_be(tmp_path: Pat
         model(torch.randn(3, 4))
         model(torch.randn(5, 4))
     assert stats(model).engine_calls == 2
+    # The next tuning finds them both.
+    report = tune(model, [torch.randn(2, 4), torch.randn(3, 4)], first_working(tmp_path, backend))
+    assert (report.builds, report.loads) == (0, 2)
+    with torch.no_grad():
+        model(torch.randn(2, 4))
+        model(torch.randn(3, 4))
+    assert stats(model).engine_calls == 2
 
 
 def test_children_are_tuned_where_the_whole_cannot_be_captured(tmp_path: Path) -> None:
