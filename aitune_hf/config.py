@@ -63,6 +63,8 @@ class TuneConfig:
         dry_run_failure_probability: how often a dry run pretends that a module fails, 0 to 1.
         time_budget_s: start no further build after this many seconds; None is no limit.
         timing_pairs: pairs of timed runs per candidate and shape.
+        portable: build CPU engines for every x86-64-v3 CPU (AVX2) instead of this very one, to share them between machines.
+        max_cache_bytes: after a build, remove the engines unused the longest beyond this many bytes; None is no limit.
         max_sample_bytes: recorded tensors beyond this many bytes per graph go to a temporary file.
         progress: show progress bars.
     """
@@ -87,6 +89,8 @@ class TuneConfig:
     dry_run_failure_probability: float = 0.0
     time_budget_s: float | None = None
     timing_pairs: int = 15
+    portable: bool = False
+    max_cache_bytes: int | None = None
     max_sample_bytes: int = 1 << 30
     progress: bool = True
 

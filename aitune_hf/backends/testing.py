@@ -69,6 +69,7 @@ class FakeBackend:
         self.spoil = spoil
         self.fail = fail
         self.builds: list[str] = []
+        self.options: list[dict[str, Any]] = []
         self.engines: list[FakeEngine] = []
 
     def version(self) -> str:
@@ -85,6 +86,7 @@ class FakeBackend:
         if error is not None:
             raise error
         self.builds.append(request.path)
+        self.options.append(dict(request.options))
         (Path(request.workdir) / "engine.json").write_text(json.dumps({"path": request.path}))
         ranges: dict[str, tuple[int, int]] = {}
         extents = []

@@ -44,7 +44,7 @@ def make_tuner(config: TuneConfig) -> EngineTuner:
         backends = known_backends()
     else:
         backends = [get_backend(item) if isinstance(item, str) else item for item in config.backends]
-    store = LocalStore(config.cache_dir or default_cache_dir(os.environ))
+    store = LocalStore(config.cache_dir or default_cache_dir(os.environ), config.max_cache_bytes)
     return EngineTuner(store, backends, config)
 
 

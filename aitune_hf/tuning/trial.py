@@ -104,9 +104,10 @@ class CandidateTrial:
     ) -> tuple[CandidateResult, InstalledEngine, Any]:
         subject, graph = work.subject, work.recorded.spec
         what = f"{subject.path}: building with {backend.name}"
+        options = {"portable": True} if subject.environment.is_portable and subject.device.type == "cpu" else {}
         with self.progress.phase(what, None, "s"):
             entry, seconds, built = build_candidate(
-                subject, graph, variant.sample, backend, variant.axes, self.store, {}
+                subject, graph, variant.sample, backend, variant.axes, self.store, options
             )
         installed, load_s, size = load_engine(subject, graph, backend, entry.manifest.key, self.store)
         installed.tolerance, installed.load_s = self.config.tolerance, load_s

@@ -149,12 +149,13 @@ class EngineTuner:
         module = patched.module
         tensors = (*module.parameters(), *module.buffers())
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        environment = Environment.current(device.type)
         return Subject(
             path=patched.label,
             module=module,
             forward=patched._original_forward.__wrapped__,
             hierarchy_hash=hierarchy_hash(module),
-            environment=Environment.current(device.type),
+            environment=environment.portable() if self.config.portable and device.type == "cpu" else environment,
             device=device,
             stats=patched.stats,
         )

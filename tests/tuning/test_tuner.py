@@ -14,6 +14,7 @@ from torch import nn
 from aitune_hf import TuneConfig, stats, tune, untune
 from aitune_hf.backends.base import BuildRequest
 from aitune_hf.backends.testing import FakeBackend
+from aitune_hf.cache import Environment
 from aitune_hf.errors import BuildError, ConfigError, SampleError
 from aitune_hf.graph import BatchDim, DynamicShapes
 
@@ -319,3 +320,22 @@ def test_untune_leaves_the_module_as_it_was(tmp_path: Path, model: nn.Module) ->
     assert vars(model) != before
     untune(model)
     assert vars(model) == before
+
+
+def test_a_portable_engine_is_another_engine_and_the_backend_is_told(tmp_path: Path, model: nn.Module) -> None:
+    if not Environment.current("cpu").can_be_portable:
+        pytest.skip("this CPU is no x86-64-v3")
+    x, backend = torch.randn(2, 4), FakeBackend()
+    tune(model, [x], first_working(tmp_path, backend))
+    tune(model, [x], first_working(tmp_path, backend, portable=True))
+    assert backend.options == [{}, {"portable": True}]
+    report = tune(model, [x], first_working(tmp_path, FakeBackend(), portable=True))
+    assert (report.builds, report.loads) == (0, 1)
+    assert "avx2-portable" in report.rows[0].engine
+
+
+def test_the_cache_keeps_to_its_size(tmp_path: Path) -> None:
+    for wait in (0.1, 0.2, 0.3):
+        tune(Slow(wait).eval(), [torch.randn(2, 4)], first_working(tmp_path, FakeBackend(), max_cache_bytes=1))
+    # The engine built last is in use; those before it are gone.
+    assert len(list(tmp_path.rglob("engine.json"))) == 1
