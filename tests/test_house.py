@@ -10,6 +10,7 @@ import importlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,10 @@ esac
 TOOLS = ("bash", "sh", "cat", "cp", "cut", "dirname", "flock", "grep", "mkdir", "mv", "rm", "sha256sum")
 
 
+def _interruptible() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @dataclass(frozen=True)
 class House:
     """A folder with the set-up script, and a PATH that holds only what is put there."""
@@ -138,6 +143,8 @@ class House:
             stdin=subprocess.DEVNULL,
             timeout=60,
             check=False,
+            # Whoever runs the tests in the background may have had interrupts ignored, which children inherit.
+            preexec_fn=_interruptible,
         )
 
     def installs(self) -> list[str]:

@@ -24,4 +24,5 @@ def is_dormant(hook: Callable[..., Any]) -> bool:
 def collecting() -> bool:
     """True while a forward that is running in this context collects what inner modules compute."""
     collector = getattr(sys.modules.get(_LIBRARY), "_active_collector", None)
-    return collector is not None and collector.get() is not None
+    # Decorated forwards always set it; an empty one was asked for nothing.
+    return collector is not None and bool(collector.get())

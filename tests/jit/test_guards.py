@@ -538,3 +538,18 @@ def test_batch_norm_in_training_mode_is_not_run_once_more(bench: Bench) -> None:
     net.eval()
     twin.eval()
     check(net, twin, rows(5))
+
+
+def test_a_collector_that_was_asked_for_nothing_collects_nothing() -> None:
+    from transformers.utils import output_capturing
+
+    from aitune_hf.jit.dormant_hooks import collecting
+
+    collector: Any = output_capturing._active_collector
+    for asked, expected in (({}, False), ({"hidden_states": []}, True)):
+        token = collector.set(asked)
+        try:
+            assert collecting() is expected
+        finally:
+            collector.reset(token)
+    assert not collecting()

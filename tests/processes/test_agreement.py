@@ -16,7 +16,7 @@ from torch import nn
 
 from aitune_hf import stats
 from aitune_hf.cache import KeyLockedError, LocalStore
-from aitune_hf.tuning import tuner as tuner_module
+from aitune_hf.tuning import trial as trial_module
 from aitune_hf.tuning.ranks import Rank, agreed
 from aitune_hf.tuning.results import Timing
 
@@ -31,7 +31,7 @@ def timings(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         ends = {"low": ratio, "high": ratio, "sure": ratio * 0.95, "at_most": ratio * 1.05}
         return Timing(eager_ms=1.0, engine_ms=1.0, speedup=ratio, pairs=5, **ends)
 
-    monkeypatch.setattr(tuner_module, "paired_timing", timing)
+    monkeypatch.setattr(trial_module, "paired_timing", timing)
     return found
 
 

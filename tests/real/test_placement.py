@@ -55,7 +55,8 @@ def live_tensors() -> list[torch.Tensor]:
 
 def storage_bytes() -> int:
     """Bytes of all tensors that Python can still reach, each memory counted once."""
-    tensors = [tensor for tensor in live_tensors() if not tensor.is_meta]
+    # Other tests may have left sparse tensors behind, which have no storage of their own.
+    tensors = [tensor for tensor in live_tensors() if not tensor.is_meta and tensor.layout == torch.strided]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 

@@ -45,7 +45,6 @@ def test_guidance_and_pictures_per_prompt_change_the_batch(drawing: Any) -> None
     assert seen.engines == 5 + 4 + 5 + 5, "without guidance there is no negative prompt to encode"
 
 
-@pytest.mark.slow
 def test_a_unet_gives_back_sizes_that_its_factor_does_not_divide(tune: Callable[..., Tuned]) -> None:
     unet = tune(tiny_unet(), [unet_call(1, 15, 17)])
     with answers(unet.module) as seen:

@@ -16,7 +16,6 @@ from aitune_hf import AITunePipeline, TuneConfig
 DIGITS = Path(__file__).resolve().parents[2] / "examples" / "digits" / "model"
 
 
-@pytest.mark.slow
 def test_tuned_digits_are_the_same_pictures(config: TuneConfig) -> None:
     from diffusers import StableDiffusionPipeline
 
@@ -53,7 +52,6 @@ def embeddings(pipe: Any, sentences: list[str], batch: int) -> np.ndarray:
     return normalised
 
 
-@pytest.mark.slow
 def test_tuned_sentences_have_the_same_embeddings(config: TuneConfig) -> None:
     import transformers
 
