@@ -55,9 +55,13 @@ def live_tensors() -> list[torch.Tensor]:
 
 def storage_bytes() -> int:
     """Bytes of all tensors that Python can still reach, each memory counted once."""
-    # Other tests may have left sparse tensors behind, which have no storage of their own.
-    tensors = [tensor for tensor in live_tensors() if not tensor.is_meta and tensor.layout == torch.strided]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages: dict[int, int] = {}
+    for tensor in live_tensors():
+        try:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        except RuntimeError:
+            continue  # Other tests may have left sparse or traced tensors, which have no memory of their own.
     return sum(storages.values())
 
 

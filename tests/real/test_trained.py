@@ -16,6 +16,7 @@ from aitune_hf import AITunePipeline, TuneConfig
 DIGITS = Path(__file__).resolve().parents[2] / "examples" / "digits" / "model"
 
 
+@pytest.mark.slow
 def test_tuned_digits_are_the_same_pictures(config: TuneConfig) -> None:
     from diffusers import StableDiffusionPipeline
 
