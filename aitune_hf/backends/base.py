@@ -7,10 +7,10 @@ A backend declines with a reason; it never decides whether its engine is right o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -19,10 +19,45 @@ from aitune_hf.graph.graph_spec import GraphSpec
 from aitune_hf.graph.sample_store import Sample
 from aitune_hf.graph.shape_envelope import ShapeEnvelope
 
-__all__ = ["AxisRange", "Backend", "BuildRequest", "BuildResult", "Engine", "LoadRequest", "WeightsPolicy"]
+if TYPE_CHECKING:
+    from aitune_hf.backends.export import CapturedGraph
+
+__all__ = [
+    "AxisRange",
+    "Backend",
+    "BuildRequest",
+    "BuildResult",
+    "Effort",
+    "Engine",
+    "LoadRequest",
+    "Recipe",
+    "WeightsPolicy",
+]
 
 #: How an engine gets its weights: it reads the module's live tensors, is filled from them at load, or holds its own.
 WeightsPolicy = Literal["bound", "filled", "baked"]
+
+#: How much time a tuning may take to find something faster.
+Effort = Literal["fast", "balanced", "max"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One way in which a backend can build a graph.
+
+    Attributes:
+        options: the backend's own options, JSON values; part of the cache key.
+        weights: how such an engine gets its weights.
+        lossy: True if results differ from eager's by more than rounding.
+        effort: the least effort at which it is tried.
+        cost: seconds that building such an engine takes, very roughly; the cheapest is tried first.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    weights: WeightsPolicy = "bound"
+    lossy: bool = False
+    effort: Effort = "balanced"
+    cost: float = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +89,9 @@ class BuildRequest:
         axes: per tensor input, in the order of ``graph.input_spec.tensors``, per axis: its range, or None if fixed.
         options: the backend's own options, JSON values.
         workdir: an empty folder for the engine's files.
+        weights: how the engine is to get its weights, see :class:`Recipe`.
+        samples: recorded calls with outputs, for a backend that calibrates or chooses by measurement.
+        captured: the graph as a program, by axes: shared by all requests for one graph, so that it is traced once.
     """
 
     path: str
@@ -64,6 +102,22 @@ class BuildRequest:
     axes: tuple[tuple[AxisRange | None, ...], ...]
     workdir: Path
     options: Mapping[str, Any] = field(default_factory=dict)
+    weights: WeightsPolicy = "bound"
+    samples: Iterable[Sample] = ()
+    captured: MutableMapping[Any, CapturedGraph] = field(default_factory=dict)
+
+    def capture(self) -> CapturedGraph:
+        """The graph as a program.
+
+        Raises:
+            GraphBreakException: if the forward cannot be captured, with the line of the user's code where known.
+            BuildError: if it can, but not for the shapes asked for.
+        """
+        if self.axes not in self.captured:
+            from aitune_hf.backends.export import capture  # Not needed to load an engine, and slow to import.
+
+            self.captured[self.axes] = capture(self)
+        return self.captured[self.axes]
 
     @property
     def device(self) -> torch.device:
@@ -135,15 +189,16 @@ class Backend(Protocol):
 
     Attributes:
         name: short name, also in cache paths.
-        weights: how an engine gets its weights.
-        native: True if the artefact is executable code, so that loading one runs its author's code.
-        lossy: True if results differ by more than rounding.
+        native: True if the artefact is executable code, so that loading one runs its author's code and that it is
+            valid in one environment only. Else it is data, which every machine with this backend can read.
+        isolated: True if building may hang or crash in native code. It is then done in a child process, where the
+            module is not: :meth:`build` must get all it needs from :meth:`BuildRequest.capture`, whose weights are
+            random there, and from the request's other fields.
     """
 
     name: str
-    weights: WeightsPolicy
     native: bool
-    lossy: bool
+    isolated: bool
 
     def version(self) -> str:
         """Version of what generates the artefact; part of the cache key."""
@@ -151,8 +206,11 @@ class Backend(Protocol):
     def available(self) -> str | None:
         """None if it can build here, else why not and what would help. Loading may need less."""
 
+    def recipes(self, device: torch.device) -> Sequence[Recipe]:
+        """The ways in which it can build for ``device``, the plain one first; empty if it serves no such device."""
+
     def supports(self, request: BuildRequest) -> str | None:
-        """None if it can try this graph, else why not."""
+        """None if it can try this graph with the request's options, else why not."""
 
     def build(self, request: BuildRequest) -> BuildResult:
         """Build an engine into ``request.workdir``.

@@ -16,7 +16,7 @@ import torch
 
 from aitune_hf.backends.aoti_compile import compile_package, compiler, compiler_options
 from aitune_hf.backends.aoti_package import AOTIPackage, missing_loader
-from aitune_hf.backends.base import BuildRequest, BuildResult, LoadRequest, WeightsPolicy
+from aitune_hf.backends.base import BuildRequest, BuildResult, LoadRequest, Recipe
 from aitune_hf.backends.constants import Constant, memory_key, resolve
 from aitune_hf.errors import BuildError, ConfigError, EngineLoadError
 
@@ -41,9 +41,8 @@ class InductorBackend:
     """
 
     name = "inductor"
-    weights: WeightsPolicy = "bound"
     native = True
-    lossy = False
+    isolated = False
 
     def version(self) -> str:
         """Torch's version: it generates the code and defines what the library calls."""
@@ -57,6 +56,10 @@ class InductorBackend:
             name = os.environ.get("CXX", "g++")
             return f"no C++ compiler found: install {name} (on Debian and Ubuntu: apt-get install g++)"
         return missing_loader()
+
+    def recipes(self, device: torch.device) -> list[Recipe]:
+        """One: a package without weights, on CPU and CUDA."""
+        return [Recipe(weights="bound", effort="fast", cost=30.0)] if device.type in ("cpu", "cuda") else []
 
     def supports(self, request: BuildRequest) -> str | None:
         """None if the graph can be tried, else why not."""
@@ -79,15 +82,12 @@ class InductorBackend:
 
     def build(self, request: BuildRequest) -> BuildResult:
         """Build a package into ``request.workdir``."""
-        # Not needed to load an engine, and slow to import.
-        from aitune_hf.backends.export import capture
-
         options = _checked_options(request.options)
         settings = compiler_options(request.device, options["portable"])
         reason = self.available() or self.supports(request)
         if reason:
             raise BuildError(f"{request.path}: inductor cannot build this graph: {reason}")
-        graph = capture(request)
+        graph = request.capture()
         package = request.workdir / PACKAGE
         try:
             compile_package(graph.program, package, settings, request.device)

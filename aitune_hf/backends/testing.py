@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aitune_hf.backends.base import BuildRequest, BuildResult, LoadRequest
+from aitune_hf.backends.base import BuildRequest, BuildResult, LoadRequest, Recipe
 from aitune_hf.graph.forward_signature import ForwardSignature
 from aitune_hf.graph.shape_envelope import Extent, ShapeEnvelope
 from aitune_hf.graph.structure import Node, flatten, unflattener
@@ -55,9 +55,8 @@ class FakeEngine:
 class FakeBackend:
     """Accepts any graph. ``spoil`` changes the engine's outputs, ``fail`` is raised by ``build``."""
 
-    weights = "bound"
-    native = False
-    lossy = False
+    native = True
+    isolated = False
 
     def __init__(
         self,
@@ -77,6 +76,9 @@ class FakeBackend:
 
     def available(self) -> str | None:
         return None
+
+    def recipes(self, device: torch.device) -> Sequence[Recipe]:
+        return [Recipe(effort="fast", cost=0.0)]
 
     def supports(self, request: BuildRequest) -> str | None:
         return None

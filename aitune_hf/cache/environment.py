@@ -23,6 +23,7 @@ from aitune_hf.errors import CacheError, ConfigError
 __all__ = ["Environment", "cpu_isa_level", "parse_cpu_features", "public_version"]
 
 _PORTABLE_SUFFIX = "-portable"
+_ANY = "any"
 _X86_64_V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "sse4_2", "ssse3", "popcnt"})
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})
 _COMPILER_FEATURES = re.compile(
@@ -144,14 +145,25 @@ class Environment:
         return replace(self, cpu_isa="avx2" + _PORTABLE_SUFFIX, cpu_features=tuple(sorted(_X86_64_V3)))
 
     @property
+    def is_data(self) -> bool:
+        """Whether this is the environment of artefacts that are data, see :meth:`for_data`."""
+        return self.torch == _ANY
+
+    def for_data(self) -> Environment:
+        """The environment of artefacts that are data, such as an ONNX file: any machine with such a device."""
+        return Environment(device_type=self.device_type, arch=_ANY, os=_ANY, torch=_ANY)
+
+    @property
     def tag(self) -> str:
         """The directory name of this environment.
 
-        For example ``torch2.13-cpu-avx512-x86_64-linux`` and ``torch2.11-cu130-sm90-x86_64-linux``.
+        For example ``torch2.13-cpu-avx512-x86_64-linux``, ``torch2.11-cu130-sm90-x86_64-linux`` and ``data-cpu``.
 
         It shows torch's major.minor, the device, the ISA or ``sm`` level, architecture and OS. Everything
         else (patch version, CPU extensions, libc) is a factor of the key without being part of the name.
         """
+        if self.is_data:
+            return f"data-{self.device_type}"
         torch = "torch" + ".".join(self.torch.split(".")[:2])
         if self.device_type == "cpu":
             middle = ["cpu", self.cpu_isa]

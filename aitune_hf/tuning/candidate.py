@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from aitune_hf.backends.base import Backend, BuildRequest, LoadRequest
+from aitune_hf.backends.base import Backend, BuildRequest, BuildResult, LoadRequest, Recipe, WeightsPolicy
 from aitune_hf.cache import EngineKey, Entry, Environment, LocalStore, Miss
 from aitune_hf.errors import BuildError, CandidateError, EngineLoadError, GraphBreakException
 from aitune_hf.graph.graph_spec import GraphSpec
@@ -25,9 +25,12 @@ from aitune_hf.jit.statistics import ModuleStats
 from aitune_hf.tuning.axes import Axes, axes_to_json, example_for
 from aitune_hf.version import __version__
 
+if TYPE_CHECKING:
+    from aitune_hf.backends.export import CapturedGraph
+
 logger = logging.getLogger("aitune_hf")
 
-__all__ = ["Subject", "build_candidate", "build_request", "engine_key", "load_engine"]
+__all__ = ["Subject", "build_candidate", "build_here", "build_request", "engine_key", "load_engine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +47,10 @@ class Subject:
 
 
 def engine_key(
-    subject: Subject, graph: GraphSpec, shapes: Shapes, backend: Backend, axes: Axes, options: Mapping[str, Any]
+    subject: Subject, graph: GraphSpec, shapes: Shapes, backend: Backend, axes: Axes, recipe: Recipe
 ) -> EngineKey:
     """The cache key of one candidate. Sizes take part as far as the engine is bound to them."""
+    environment = subject.environment if backend.native else subject.environment.for_data()
     is_static = not any(axis for row in axes for axis in row)
     fixed = [
         [size if axis is None else None for size, axis in zip(shape, row, strict=True)]
@@ -55,15 +59,24 @@ def engine_key(
     return EngineKey(
         hierarchy_hash=subject.hierarchy_hash,
         graph_key=graph.key[:32],
-        environment=subject.environment,
+        environment=environment,
         backend=backend.name,
         backend_version=backend.version(),
-        options={**options, "axes": None if is_static else axes_to_json(axes), "shapes": fixed},
+        options={**recipe.options, "axes": None if is_static else axes_to_json(axes), "shapes": fixed},
     )
 
 
 def build_request(
-    subject: Subject, graph: GraphSpec, sample: Sample, axes: Axes, options: Mapping[str, Any], folder: Path
+    subject: Subject,
+    graph: GraphSpec,
+    sample: Sample,
+    axes: Axes,
+    folder: Path,
+    *,
+    options: Mapping[str, Any] | None = None,
+    weights: WeightsPolicy = "bound",
+    samples: Iterable[Sample] = (),
+    captured: MutableMapping[Any, CapturedGraph] | None = None,
 ) -> BuildRequest:
     """What a backend is asked to build."""
     return BuildRequest(
@@ -74,8 +87,22 @@ def build_request(
         example=example_for(sample, axes),
         axes=axes,
         workdir=folder,
-        options=dict(options),
+        options=dict(options or {}),
+        weights=weights,
+        samples=samples,
+        captured={} if captured is None else captured,
     )
+
+
+def build_here(backend: Backend, request: BuildRequest) -> BuildResult:
+    """Run a build in this process; whatever a backend raises comes out as a :class:`BuildError`."""
+    try:
+        return backend.build(request)
+    except (CandidateError, GraphBreakException):
+        raise
+    except Exception as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise BuildError(f"{backend.name} failed on {request.path}: {type(error).__name__}: {line}") from error
 
 
 def build_candidate(
@@ -83,11 +110,18 @@ def build_candidate(
     graph: GraphSpec,
     sample: Sample,
     backend: Backend,
+    recipe: Recipe,
     axes: Axes,
     store: LocalStore,
-    options: Mapping[str, Any],
+    *,
+    samples: Iterable[Sample] = (),
+    captured: MutableMapping[Any, CapturedGraph] | None = None,
+    build: Callable[[Backend, BuildRequest], BuildResult] = build_here,
 ) -> tuple[Entry, float, bool]:
     """Find the engine in the store or build it there.
+
+    Args:
+        build: runs the backend's build, here or in a child process.
 
     Returns:
         The entry, the seconds it took, and whether it was built.
@@ -95,7 +129,7 @@ def build_candidate(
     Raises:
         CandidateError, GraphBreakException: if it cannot be built.
     """
-    key = engine_key(subject, graph, sample.shapes, backend, axes, options)
+    key = engine_key(subject, graph, sample.shapes, backend, axes, recipe)
     start = time.perf_counter()
     with store.reserve(key) as slot:
         if slot.entry is not None:
@@ -104,31 +138,35 @@ def build_candidate(
         if slot.miss is not None:
             subject.stats.misses[slot.miss.reason] += 1
         with tempfile.TemporaryDirectory(prefix="aitune-build-") as folder:
-            request = build_request(subject, graph, sample, axes, options, Path(folder))
+            request = build_request(
+                subject,
+                graph,
+                sample,
+                axes,
+                Path(folder),
+                options=recipe.options,
+                weights=recipe.weights,
+                samples=samples,
+                captured=captured,
+            )
             declined = backend.supports(request)
             if declined:
                 raise BuildError(f"{backend.name} declines {subject.path}: {declined}")
-            result = _guarded_build(backend, request)
+            result = build(backend, request)
             for name in result.files:
                 slot.add(name, Path(folder) / name)
         seconds = time.perf_counter() - start
         subject.stats.builds += 1
         subject.stats.add_seconds("build", seconds)
         entry = slot.commit(
-            engine={"backend": dict(result.engine), "envelope": result.envelope.to_dict()},
+            engine={
+                "backend": dict(result.engine),
+                "envelope": result.envelope.to_dict(),
+                "weights": recipe.weights,
+            },
             provenance={"aitune_hf": __version__, "build_seconds": round(seconds, 3), "path": subject.path},
         )
     return entry, seconds, True
-
-
-def _guarded_build(backend: Backend, request: BuildRequest) -> Any:
-    try:
-        return backend.build(request)
-    except (CandidateError, GraphBreakException):
-        raise
-    except Exception as error:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise BuildError(f"{backend.name} failed on {request.path}: {type(error).__name__}: {line}") from error
 
 
 def load_engine(
@@ -173,7 +211,7 @@ def load_engine(
         envelope=ShapeEnvelope.from_dict(engine_data["envelope"]),
         engine=engine,
         backend=backend.name,
-        weights=backend.weights,
+        weights=engine_data["weights"],
         on_wrong=lambda reason: _evict(store, entry, reason),
     )
     seconds = time.perf_counter() - start

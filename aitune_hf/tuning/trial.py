@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from aitune_hf.backends.base import Backend
+from aitune_hf.backends.base import Backend, Recipe
 from aitune_hf.cache import LocalStore
 from aitune_hf.config import TuneConfig
 from aitune_hf.errors import CandidateError, CorrectnessError, EngineLoadError, GraphBreakException, UntunableError
@@ -39,6 +39,7 @@ class Work:
     recorded: RecordedGraph
     reference: EagerReference
     result: GraphResult
+    captured: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class CandidateTrial:
     deadline: float | None
 
     def run(
-        self, patched: PatchedModule, work: Work, backend: Backend, variant: Variant
+        self, patched: PatchedModule, work: Work, backend: Backend, recipe: Recipe, variant: Variant
     ) -> tuple[CandidateResult, tuple[EngineRecord, InstalledEngine] | None]:
         """Build or load the candidate, check it and time it.
 
@@ -79,7 +80,7 @@ class CandidateTrial:
             return replace(result, outcome="skipped", reason="the time budget was spent"), None
         installed: InstalledEngine | None = None
         try:
-            result, installed, record_key = self._build_and_load(work, backend, variant, result)
+            result, installed, record_key = self._build_and_load(work, backend, recipe, variant, result)
             result = self._check(work, installed, result)
             if self.config.strategy == "first_working":
                 result = replace(result, outcome="won")
@@ -100,14 +101,21 @@ class CandidateTrial:
         return result, (EngineRecord(key=record_key, envelope=installed.envelope, result=result), installed)
 
     def _build_and_load(
-        self, work: Work, backend: Backend, variant: Variant, result: CandidateResult
+        self, work: Work, backend: Backend, recipe: Recipe, variant: Variant, result: CandidateResult
     ) -> tuple[CandidateResult, InstalledEngine, Any]:
         subject, graph = work.subject, work.recorded.spec
         what = f"{subject.path}: building with {backend.name}"
-        options = {"portable": True} if subject.environment.is_portable and subject.device.type == "cpu" else {}
         with self.progress.phase(what, None, "s"):
             entry, seconds, built = build_candidate(
-                subject, graph, variant.sample, backend, variant.axes, self.store, options
+                subject,
+                graph,
+                variant.sample,
+                backend,
+                recipe,
+                variant.axes,
+                self.store,
+                samples=work.recorded.samples,
+                captured=work.captured,
             )
         installed, load_s, size = load_engine(subject, graph, backend, entry.manifest.key, self.store)
         installed.tolerance, installed.load_s = self.config.tolerance, load_s

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from aitune_hf.backends.base import Backend
-from aitune_hf.backends.export import capture
+from aitune_hf.backends.base import Backend, Recipe
 from aitune_hf.cache import Environment, KeyLockedError, LocalStore
 from aitune_hf.config import TuneConfig
 from aitune_hf.errors import CandidateError, CorrectnessError, EngineLoadError, UntunableError
@@ -112,7 +111,7 @@ class EngineTuner:
                 continue
             sample = next(iter(recorded.samples))
             with tempfile.TemporaryDirectory(prefix="aitune-capture-") as folder:
-                capture(build_request(subject, recorded.spec, sample, fixed_axes(sample.shapes), {}, Path(folder)))
+                build_request(subject, recorded.spec, sample, fixed_axes(sample.shapes), Path(folder)).capture()
 
     def tune(self, patched: PatchedModule) -> tuple[list[InstalledEngine], dict[str, str]]:
         """See :class:`~aitune_hf.jit.session.GraphTuner`."""
@@ -288,14 +287,24 @@ class EngineTuner:
         subject.stats.loads += 1
         return installed
 
+    def _recipes(self, work: Work) -> list[tuple[Backend, Recipe]]:
+        """What to try: the plain recipe of every backend."""
+        portable = work.subject.environment.is_portable and work.subject.device.type == "cpu"
+        found = []
+        for backend in self.backends:
+            for recipe in backend.recipes(work.subject.device)[:1]:
+                options = {**recipe.options, "portable": True} if portable and backend.native else recipe.options
+                found.append((backend, replace(recipe, options=options)))
+        return found
+
     # -- one variant ---------------------------------------------------------------------------------------------------
 
     def _best_of(
         self, patched: PatchedModule, work: Work, variant: Variant, candidates: list[CandidateResult]
     ) -> tuple[EngineRecord, InstalledEngine] | None:
         best: tuple[EngineRecord, InstalledEngine] | None = None
-        for backend in self.backends:
-            result, found = self._trial.run(patched, work, backend, variant)
+        for backend, recipe in self._recipes(work):
+            result, found = self._trial.run(patched, work, backend, recipe, variant)
             if found is not None and best is not None:
                 loser = found if _speed(found[0].result) <= _speed(best[0].result) else best
                 loser[1].engine.close()
