@@ -1,0 +1,1 @@
+"""Sharing tuned engines through the Hugging Face Hub, and what of it may be loaded."""
