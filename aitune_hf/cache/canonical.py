@@ -14,10 +14,14 @@ from typing import NoReturn
 
 from aitune_hf.errors import CacheError, CorruptEntryError
 
-__all__ = ["MAX_DEPTH", "MAX_JSON_BYTES", "canonical_json", "parse_json"]
+__all__ = ["MAX_DEPTH", "MAX_JSON_BYTES", "MAX_NODES", "canonical_json", "parse_json"]
 
 MAX_JSON_BYTES = 8 * 1024 * 1024
 MAX_DEPTH = 64
+MAX_NODES = 1_000_000
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_STRING = re.compile(rb'"[^"]*"?')
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -34,14 +38,17 @@ def canonical_json(obj: object) -> bytes:
         raise CacheError(f"this value has no JSON form: {error}") from error
 
 
-def parse_json(data: bytes, *, max_bytes: int = MAX_JSON_BYTES, max_depth: int = MAX_DEPTH) -> object:
+def parse_json(
+    data: bytes, *, max_bytes: int = MAX_JSON_BYTES, max_depth: int = MAX_DEPTH, max_nodes: int = MAX_NODES
+) -> object:
     """The value of a JSON document of unknown origin.
 
-    Raises ``CorruptEntryError`` for a document that is too large or too deep, is not UTF-8, repeats a key
-    within an object, or holds a number that is not finite.
+    Raises ``CorruptEntryError`` for a document that is too large, is too deep or has too many values (a key counts as
+    one), is not UTF-8, repeats a key within an object, or holds a number that is not finite.
     """
     if len(data) > max_bytes:
         raise CorruptEntryError(f"JSON document of {len(data)} bytes; at most {max_bytes} are accepted")
+    _check_structure(data, max_depth, max_nodes)
     try:
         value: object = json.loads(
             data.decode("utf-8"),
@@ -90,6 +97,21 @@ def _finite_float(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:40]} is out of range")
     return value
+
+
+def _check_structure(data: bytes, max_depth: int, max_nodes: int) -> None:
+    """Bound what the parser will build before it does: short text can stand for many objects, or for a deep stack."""
+    structure = _STRING.sub(b"", _ESCAPE.sub(b"", data) if b"\\" in data else data)
+    nodes = 1 + sum(structure.count(mark) for mark in (b",", b":", b"[", b"{"))
+    if nodes > max_nodes:
+        raise CorruptEntryError(f"JSON document with more than {max_nodes} values")
+    depth = 0
+    for bracket in structure.translate(None, _NOT_BRACKETS):
+        depth += 1 if bracket in b"[{" else -1
+        if depth < 0:
+            raise CorruptEntryError("not a JSON document: a bracket is closed that was not opened")
+        if depth > max_depth + 1:
+            raise CorruptEntryError(f"JSON document nested deeper than {max_depth} levels")
 
 
 def _check_values(value: object, max_depth: int) -> None:

@@ -6,6 +6,7 @@
     <root>/aitune/locks/        one empty lock file per key ever built; kept, since removing one is a race
     <root>/aitune/tmp/          work directories of builders at work
     <root>/aitune/quarantine/   damaged entries, each with the reason
+    <root>/aitune/rejected/     one file for each foreign entry that is not to be tried again
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ class Layout:
     def quarantine(self) -> Path:
         """Damaged entries and records."""
         return self.base / "quarantine"
+
+    @property
+    def rejected(self) -> Path:
+        """What is known of foreign entries that failed here."""
+        return self.base / "rejected"
 
     def record(self, name: str) -> Path:
         """The file of a record. Raises ``ConfigError`` unless ``name`` is a relative path in ``.json``."""

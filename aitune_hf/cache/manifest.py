@@ -5,10 +5,12 @@ A manifest may come from anywhere: parsing one never executes, imports or opens 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from aitune_hf.cache.canonical import canonical_json
 from aitune_hf.cache.fields import exact_fields, object_field, text_field, whole_number
 from aitune_hf.cache.key import EngineKey
 from aitune_hf.cache.sealed import seal, unseal
@@ -20,6 +22,8 @@ SCHEMA = 1
 MANIFEST_NAME = "manifest.json"
 _MAX_FILES = 256
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}[A-Za-z0-9_-]|[A-Za-z0-9]")
+#: Names that mean a device on some systems, whatever follows the first dot.
+_DEVICES = frozenset({"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))})
 _FIELDS = ("schema", "key", "files", "engine", "results", "provenance", "factors")
 
 
@@ -57,6 +61,12 @@ class Manifest:
     def size(self) -> int:
         """Bytes of the entry's files, without the manifest."""
         return sum(digest.size for digest in self.files.values())
+
+    @property
+    def content_digest(self) -> str:
+        """SHA-256 over what is loaded and for what: key and files, whatever else the manifest says."""
+        content = {"key": self.key.to_dict(), "files": self.to_dict()["files"]}
+        return hashlib.sha256(canonical_json(content)).hexdigest()
 
     def to_dict(self) -> dict[str, object]:
         """The manifest as JSON."""
@@ -109,7 +119,7 @@ def check_file_names(names: Iterable[str]) -> None:
     for count, name in enumerate(names, start=1):
         if not _FILE_NAME.fullmatch(name):
             raise CorruptEntryError(f"file name {name[:80]!r}: names of letters, digits and . _ - only")
-        if name.lower() in seen:
+        if name.lower() in seen or name.lower().partition(".")[0] in _DEVICES:
             raise CorruptEntryError(f"file name {name!r} is reserved, or differs from another by case alone")
         if count > _MAX_FILES:
             raise CorruptEntryError(f"more than {_MAX_FILES} files in one entry")

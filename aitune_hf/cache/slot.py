@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from aitune_hf.cache.entry import Entry, Miss
 from aitune_hf.cache.key import EngineKey
 from aitune_hf.cache.manifest import MANIFEST_NAME, FileDigest, Manifest, check_file_names
 from aitune_hf.cache.writable import WritableState
-from aitune_hf.errors import CacheError
+from aitune_hf.errors import CacheError, CorruptEntryError
 
 __all__ = ["Slot"]
 
@@ -57,13 +58,30 @@ class Slot:
 
     def write(self, name: str, data: bytes) -> None:
         """Put a file with these bytes into the entry."""
-        self._put(name, lambda path: path.write_bytes(data))
+        self.put(name, lambda path: path.write_bytes(data))
 
     def add(self, name: str, source: Path) -> None:
         """Put a copy of ``source`` into the entry."""
         if not source.is_file():
             raise CacheError(f"{source} is no file: it cannot be added to the engine's entry as {name}")
-        self._put(name, lambda path: shutil.copyfile(source, path))
+        self.put(name, lambda path: shutil.copyfile(source, path))
+
+    def put(self, name: str, fill: Callable[[Path], object]) -> None:
+        """Put a file into the entry that ``fill`` makes at a path.
+
+        An ``OSError`` of it means that the disk does not take the file: it is called once more, for another disk.
+        """
+        check_file_names([name])
+        try:
+            fill(self.workdir / name)
+        except OSError as error:
+            if self.is_private:
+                raise CacheError(f"{self.workdir / name} cannot be written ({error.strerror or error})") from error
+            self._state.degrade(error)
+            with suppress(OSError):
+                (self.workdir / name).unlink(missing_ok=True)
+            self._retreat()
+            self.put(name, fill)
 
     def commit(
         self,
@@ -72,17 +90,22 @@ class Slot:
         results: Mapping[str, object] | None = None,
         provenance: Mapping[str, object] | None = None,
         factors: Mapping[str, object] | None = None,
+        files: Mapping[str, FileDigest] | None = None,
     ) -> Entry:
         """Make an entry of the work directory, and return it.
 
         When another builder, by some way around the lock, finished first, theirs is returned. Where the cache
         cannot be written the entry lives in a temporary directory until this process ends. Raises
-        ``CacheError`` for a work directory that holds folders, links or odd names.
+        ``CacheError`` for a work directory that holds folders, links or odd names, and ``CorruptEntryError``
+        for one that does not hold exactly ``files``, if given.
         """
-        files = self._digest_files()
+        found = self._digest_files()
+        if files is not None and found != files:
+            changed = sorted(name for name in {*found, *files} if found.get(name) != files.get(name))
+            raise CorruptEntryError(f"{changed[0]} is not what it should be; it was changed after it was checked")
         manifest = Manifest(
             key=self.key,
-            files=files,
+            files=found,
             engine=engine,
             results=results or {},
             provenance={"created": datetime.now(timezone.utc).strftime("%Y-%m-%d"), **(provenance or {})},
@@ -141,17 +164,6 @@ class Slot:
             raise CacheError(
                 f"{workdir}: the engine's files cannot be read back ({error.strerror or error})"
             ) from error
-
-    def _put(self, name: str, fill: Callable[[Path], object]) -> None:
-        check_file_names([name])
-        try:
-            fill(self.workdir / name)
-        except OSError as error:
-            if self.is_private:
-                raise CacheError(f"{self.workdir / name} cannot be written ({error.strerror or error})") from error
-            self._state.degrade(error)
-            self._retreat()
-            self._put(name, fill)
 
     def _retreat(self) -> None:
         """Carry on in a private directory, with the files made so far."""

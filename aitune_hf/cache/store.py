@@ -18,6 +18,7 @@ from aitune_hf.cache.locking import ExclusiveKeys, KeyLock
 from aitune_hf.cache.manifest import Manifest
 from aitune_hf.cache.quarantine import quarantine
 from aitune_hf.cache.records import Records
+from aitune_hf.cache.rejections import Rejections
 from aitune_hf.cache.slot import Slot
 from aitune_hf.cache.upkeep import (
     Collected,
@@ -54,6 +55,7 @@ class LocalStore:
         self._memo = DigestMemo()
         self._state = WritableState(self.root)
         self._records = Records(self._layout, self._state)
+        self._rejections = Rejections(self._layout, self._state)
         self._private: dict[str, Entry] = {}
         self._locks = ExclusiveKeys(self._layout.locks, self._state)
         self._swept = False
@@ -183,7 +185,7 @@ class LocalStore:
         return problems
 
     def clear(self) -> Collected:
-        """Remove all entries, records and remains, but for what is being built at this moment."""
+        """Remove all entries, records and remains, but for what is being built; forget what was rejected."""
         return clear(self._layout)
 
     def sweep(self) -> int:
@@ -198,6 +200,16 @@ class LocalStore:
         with suppress(CacheError, OSError):
             if read_manifest(path) == entry.manifest:
                 quarantine(self._layout, path, reason)
+
+    def reject(self, slot: Slot, manifest: Manifest, reason: str) -> None:
+        """Set aside what lies in a slot's work directory, and remember that these files failed here."""
+        self._rejections.remember(manifest.content_digest, reason)
+        with suppress(OSError, ValueError):  # a work directory outside the cache just goes with its slot
+            quarantine(self._layout, slot.workdir, reason)
+
+    def rejection(self, manifest: Manifest) -> str | None:
+        """Why an entry with this key and these files was rejected earlier; None if it was not."""
+        return self._rejections.reason(manifest.content_digest)
 
     def _find(self, key: EngineKey, *, lock_held: bool) -> Entry | Miss:
         if entry := self._private.get(key.digest):

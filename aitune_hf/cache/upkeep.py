@@ -71,7 +71,7 @@ def collect(layout: Layout, max_bytes: int, *, keep: Collection[PurePosixPath] =
 
 
 def clear(layout: Layout) -> Collected:
-    """Remove every entry that is not being built, every record and all quarantined remains."""
+    """Remove every entry that is not being built, every record, all quarantined remains and what was rejected."""
     before = total_size(layout)
     collected = collect(layout, -1)
     for name in list(layout.record_names()):
@@ -79,6 +79,7 @@ def clear(layout: Layout) -> Collected:
         with suppress(OSError):
             path.unlink()
         remove_empty_parents(path, stop=layout.base)
+    shutil.rmtree(layout.rejected, ignore_errors=True)
     return Collected(entries=collected.entries, bytes=before - total_size(layout), busy=collected.busy)
 
 

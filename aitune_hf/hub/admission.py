@@ -13,7 +13,7 @@ from aitune_hf.cache.manifest import Manifest
 from aitune_hf.cache.store import LocalStore
 from aitune_hf.hub.trust import Policy, Source, Trust
 
-__all__ = ["Admitted", "Refused", "RefusalKind", "admit"]
+__all__ = ["Admitted", "RefusalKind", "Refused", "admit"]
 
 RefusalKind = Literal["untrusted", "damaged", "malformed", "foreign", "crashed"]
 

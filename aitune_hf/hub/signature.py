@@ -69,6 +69,7 @@ class PublicKey:
     def from_pem(cls, text: bytes, what: str = "public key") -> PublicKey:
         """The key in a PEM file. Raises ``ConfigError`` for a private key, another kind of key, or no key at all."""
         try:
+            from cryptography.exceptions import UnsupportedAlgorithm
             from cryptography.hazmat.primitives import serialization
         except ImportError as error:
             raise ConfigError(_INSTALL) from error
@@ -76,7 +77,7 @@ class PublicKey:
             raise ConfigError(f"{what} holds a private key: give the public one, and keep that one to whoever signs")
         try:
             key = serialization.load_pem_public_key(text)
-        except Exception as error:
+        except (ValueError, UnsupportedAlgorithm) as error:
             raise ConfigError(f"{what} is no PEM public key: {error}") from error
         return cls.of(key, what)
 
@@ -117,6 +118,7 @@ def sign_manifest(private_key: bytes | Ed25519PrivateKey, manifest_bytes: bytes)
     kind of key.
     """
     try:
+        from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     except ImportError as error:
@@ -125,7 +127,7 @@ def sign_manifest(private_key: bytes | Ed25519PrivateKey, manifest_bytes: bytes)
     if isinstance(private_key, bytes):
         try:
             key = serialization.load_pem_private_key(private_key, password=None)
-        except Exception as error:
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             # Without the cause, whose text may quote the key.
             raise ConfigError(
                 f"the signing key is no PEM private key without password ({type(error).__name__})"

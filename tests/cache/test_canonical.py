@@ -77,3 +77,28 @@ def test_no_single_flipped_bit_and_no_cut_unseals() -> None:
 def test_too_large_a_document_is_not_written() -> None:
     with pytest.raises(CacheError, match="at most"):
         seal("r.json", {"text": "x" * (8 * 1024 * 1024)})
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        b"[" + b"[]," * 400 + b"[]]",
+        b"[" + b"1," * 1000 + b"1]",
+        b'{"a":{' + b",".join(b'"%d":0' % number for number in range(400)) + b"}}",
+    ],
+)
+def test_many_values_in_little_text_are_refused(attack: bytes) -> None:
+    with pytest.raises(CorruptEntryError, match="more than 800 values"):
+        parse_json(attack, max_nodes=800)
+
+
+def test_values_are_counted_outside_of_strings() -> None:
+    text = rb'["[[[[{{{{\"[[[[,,,,", "\\", {"]]\\\"]": "}}"}]'
+    assert parse_json(text, max_depth=2, max_nodes=8) == ['[[[[{{{{"[[[[,,,,', "\\", {']]\\"]': "}}"}]
+
+
+def test_depth_is_refused_before_the_parser_recurses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("json.loads", lambda *_, **__: pytest.fail("the parser was asked"))
+    for attack in (b"[" * 100, b'{"a":' * 100, b'"\\""' + b"[" * 100, b"]" * 100):
+        with pytest.raises(CorruptEntryError, match=r"deeper|not a JSON"):
+            parse_json(attack)
