@@ -14,6 +14,8 @@ _TALKATIVE = (
     "torch._inductor",
     "torch.export._trace",
     "torch.fx.experimental.symbolic_shapes",
+    "torch.onnx._internal.exporter._compat",
+    "torch.onnx._internal.exporter._registration",
 )
 
 

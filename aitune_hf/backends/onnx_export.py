@@ -1,0 +1,284 @@
+"""A captured program as an ONNX graph: structure here, weights beside it.
+
+The graph is optimised while its weights are inputs, so that nothing of a weight can be folded into a new constant or
+fused into another one: each is an initialiser of its own, with the program's own name and bytes, or is not there. What
+is computed from shapes and numbers alone is folded, and stays in the graph.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aitune_hf.backends.build_folder import build_folder
+from aitune_hf.backends.probes import pinned_constants, values_of
+from aitune_hf.backends.quiet import quiet_torch
+from aitune_hf.errors import BuildError
+from aitune_hf.graph.shape_envelope import Extent
+
+if TYPE_CHECKING:
+    import onnx
+
+    from aitune_hf.backends.export import CapturedGraph
+
+__all__ = ["OnnxExport", "export_onnx", "missing_exporter"]
+
+#: Protocol buffers, and so an ONNX file without data beside it, end here.
+_LARGEST_FILE = 2**31 - 2**20
+#: Names of a graph's own inputs and outputs, which nothing else in it may have.
+_RESERVED = re.compile(r"(in|out)\d+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnnxExport:
+    """An ONNX graph and its weights.
+
+    Attributes:
+        model: the graph. Initialisers that are weights have name, type and shape, and no data; all others have data.
+        weights: initialiser → its values. Parameters and saved buffers of floating point that the graph uses.
+        inputs, outputs: ``in0``, ``in1``, … and ``out0``, … in the program's order.
+    """
+
+    model: onnx.ModelProto
+    weights: Mapping[str, torch.Tensor]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def structure(self) -> bytes:
+        """The graph without its weights; the same bytes for the same program."""
+        content: bytes = self.model.SerializeToString(deterministic=True)
+        return content
+
+    def inlined(self) -> onnx.ModelProto:
+        """The graph with its weights in it.
+
+        Raises:
+            BuildError: if that is more than an ONNX file may hold; :meth:`save` has no such limit.
+        """
+        size = sum(weight.numel() * weight.element_size() for weight in self.weights.values())
+        if size + self.model.ByteSize() > _LARGEST_FILE:
+            raise BuildError(f"a graph with {size / 2**30:.1f} GB of weights does not fit into one ONNX file")
+        model = _copy(self.model)
+        for tensor in model.graph.initializer:
+            if tensor.name in self.weights:
+                tensor.raw_data = tensor_bytes(self.weights[tensor.name])
+        return model
+
+    def save(self, path: Path) -> list[Path]:
+        """Write the graph to ``path`` and its weights beside it, without a limit in size.
+
+        Returns:
+            The files.
+        """
+        model, data = _copy(self.model), path.with_name(f"{path.name}.data")
+        with data.open("wb") as file:
+            for tensor in model.graph.initializer:
+                if tensor.name in self.weights:
+                    start = file.tell()
+                    file.write(tensor_bytes(self.weights[tensor.name]))
+                    declare_external(tensor, data.name, start, file.tell() - start)
+        path.write_bytes(model.SerializeToString(deterministic=True))
+        return [path, data]
+
+
+def missing_exporter() -> str | None:
+    """None if graphs can be exported here, else what is missing."""
+    from importlib.util import find_spec
+
+    missing = [name for name in ("onnx", "onnxscript") if find_spec(name) is None]
+    return f"{' and '.join(missing)} not found: pip install aitune-hf[onnx]" if missing else None
+
+
+def export_onnx(graph: CapturedGraph, *, opset: int, path: str = "model") -> OnnxExport:
+    """Write a captured program as an ONNX graph.
+
+    Args:
+        graph: the program, with whatever weights it has.
+        opset: version of the ONNX operators, 18 or later.
+        path: the module's path, for messages.
+
+    Raises:
+        BuildError: if it cannot be written, naming the operator that ONNX has no words for.
+    """
+    weights = {name: value for name, value in values_of(graph.program).items() if name not in pinned_constants(graph)}
+    with quiet_torch(), build_folder(torch.device("cpu")), torch.no_grad():
+        try:
+            model = torch.onnx.export(graph.program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
+            assert model is not None
+            used = _optimise(model.model, weights)
+        except Exception as error:
+            raise BuildError(f"{path}: the graph cannot be written as ONNX: {_reason(error)}") from error
+        proto = _to_proto(model.model, used)
+    _name_sizes(proto.graph, graph)
+    inputs, outputs = (tuple(value.name for value in values) for values in (proto.graph.input, proto.graph.output))
+    return OnnxExport(
+        model=proto,
+        weights={name: weights[constant] for name, constant in used.items()},
+        inputs=inputs,
+        outputs=outputs,
+    )
+
+
+def tensor_bytes(tensor: torch.Tensor) -> bytes:
+    """A tensor's values as ONNX wants them: row by row, little-endian."""
+    plain = tensor.detach().cpu().contiguous()
+    return plain.flatten().view(torch.uint8).numpy().tobytes()
+
+
+def declare_external(tensor: onnx.TensorProto, location: str, offset: int, length: int) -> None:
+    """Say in an initialiser that its data lie in a file, or under a name that a runtime is told of."""
+    from onnx import TensorProto
+
+    tensor.ClearField("raw_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    del tensor.external_data[:]
+    for key, value in {"location": location, "offset": str(offset), "length": str(length)}.items():
+        tensor.external_data.add(key=key, value=value)
+
+
+def _copy(model: onnx.ModelProto) -> onnx.ModelProto:
+    from onnx import ModelProto
+
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    return copy
+
+
+def _optimise(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Fold and simplify what does not depend on weights; they come out as inputs, behind the graph's own.
+
+    Returns:
+        Name of the input → name of the program's constant, for those that are used.
+    """
+    from onnxscript import optimizer
+    from onnxscript.rewriter import onnx_fusions
+
+    graph = model.graph
+    own, moved = list(graph.inputs), {}
+    for name in [name for name in graph.initializers if name in weights]:
+        value = graph.initializers.pop(name)
+        value.const_value = None
+        graph.inputs.append(value)
+        moved[name] = value
+    optimizer.optimize(model)
+    onnx_fusions.fuse(model)
+    _rename(graph, own)
+    for value in moved.values():
+        if not value.uses() and value not in graph.outputs:
+            graph.inputs.remove(value)
+    return {value.name: name for name, value in moved.items() if value in graph.inputs}
+
+
+def _rename(graph: Any, own: Iterable[Any]) -> None:
+    """Give the graph's inputs and outputs names that do not depend on the model."""
+    values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    taken = {value.name for value in values}
+    for value in values:
+        if value.name and _RESERVED.fullmatch(value.name):
+            value.name = next(name for name in _longer(value.name) if name not in taken)
+            taken.add(value.name)
+    for index, value in enumerate(own):
+        value.name = f"in{index}"
+    for index, value in enumerate(graph.outputs):
+        value.name = f"out{index}"
+
+
+def _longer(name: str) -> Iterator[str]:
+    while True:
+        name += "_"
+        yield name
+
+
+def _to_proto(model: Any, weights: Mapping[str, str]) -> onnx.ModelProto:
+    """The model as a message, without whatever tells of the code and the machine it came from."""
+    import onnx_ir
+    from onnx import TensorProto
+
+    proto: onnx.ModelProto = onnx_ir.to_proto(model)
+    for name in ("producer_name", "producer_version", "doc_string", "metadata_props", "domain", "model_version"):
+        proto.ClearField(name)
+    _scrub(proto.graph)
+    inputs = list(proto.graph.input)
+    del proto.graph.input[:]
+    for value in inputs:
+        if value.name in weights:
+            kind = value.type.tensor_type
+            dims = [size.dim_value for size in kind.shape.dim]
+            proto.graph.initializer.append(TensorProto(name=value.name, data_type=kind.elem_type, dims=dims))
+        else:
+            proto.graph.input.append(value)
+    return proto
+
+
+def _scrub(graph: onnx.GraphProto) -> None:
+    for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        part.ClearField("doc_string")
+        part.ClearField("metadata_props")
+    for inner in _inner_graphs(graph):
+        _scrub(inner)
+
+
+def _inner_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield attribute.g
+            yield from attribute.graphs
+
+
+def _name_sizes(proto: onnx.GraphProto, graph: CapturedGraph) -> None:
+    """Name sizes that vary as the envelope does: how torch counts its symbols changes from run to run."""
+    names: dict[str, str] = {}
+    for value, extents in zip(proto.input, graph.envelope.inputs, strict=True):
+        for size, extent in zip(value.type.tensor_type.shape.dim, extents, strict=True):
+            if extent.symbol is not None:
+                names.setdefault(size.dim_param, _expression(extent))
+                size.dim_param = _expression(extent)
+    for value in proto.output:
+        _rename_sizes(value, names)
+    _rename_inner_sizes(proto, names)
+
+
+def _rename_inner_sizes(proto: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    for value in proto.value_info:
+        _rename_sizes(value, names)
+    for inner in _inner_graphs(proto):
+        for value in (*inner.input, *inner.output):
+            _rename_sizes(value, names)
+        _rename_inner_sizes(inner, names)
+
+
+def _rename_sizes(value: onnx.ValueInfoProto, names: Mapping[str, str]) -> None:
+    for size in value.type.tensor_type.shape.dim:
+        if size.HasField("dim_param"):
+            name = names.get(size.dim_param)
+            if name is None:
+                size.Clear()  # It varies; whoever reads the graph works out how.
+            else:
+                size.dim_param = name
+
+
+def _expression(extent: Extent) -> str:
+    scaled = f"{extent.scale}*{extent.symbol}" if extent.scale != 1 else str(extent.symbol)
+    return f"{scaled}+{extent.offset}" if extent.offset else scaled
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost reason of the exporter's error, and the operator where it names one."""
+    chain: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in chain:
+        chain.append(found)
+        found = found.__cause__
+    text = " ".join(str(part) for part in chain)
+    lines = str(chain[-1]).strip().splitlines()
+    line = f"{type(chain[-1]).__name__}: {lines[0][:300] if lines else ''}"
+    operator = re.search(r"OpOverload\(op='([^']+)'", text)
+    if operator is None or operator[1] in line:
+        return line
+    return f"{operator[1]}: {line}"
