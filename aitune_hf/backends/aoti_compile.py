@@ -1,4 +1,4 @@
-"""A program compiled to an AOTInductor package without weights, leaving nothing else behind."""
+"""A program compiled to an AOTInductor package, by default without weights, leaving nothing else behind."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ _WEIGHT_FREE: dict[str, Any] = {
     "joint_graph_constant_folding": False,
     "freezing": False,
 }
+#: The opposite: constants are folded, packed for the machine's matrix kernels, and kept in the library.
+_FROZEN: dict[str, Any] = {"aot_inductor.package_constants_in_so": True, "freezing": True}
 #: What makes building cheaper, where torch knows it; none changes the kernels.
 _CHEAPER: dict[str, Any] = {
     # A precompiled header pays after four builds, and is written where no cache setting reaches.
@@ -48,12 +50,16 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
-def compiler_options(device: torch.device, portable: bool) -> dict[str, Any]:
+def compiler_options(
+    device: torch.device, portable: bool, freezing: bool = False, max_autotune: bool = False
+) -> dict[str, Any]:
     """Settings of ``torch._inductor.config`` for one build.
 
     Args:
         device: where the engine will run.
         portable: for any x86-64-v3 CPU instead of this one.
+        freezing: with the weights, folded and packed.
+        max_autotune: time more kernels.
 
     Raises:
         BuildError: if this torch lacks a setting that correctness depends on.
@@ -62,8 +68,10 @@ def compiler_options(device: torch.device, portable: bool) -> dict[str, Any]:
         import torch._inductor.config as config
 
     known = config.get_config_copy()
-    needed = dict(_WEIGHT_FREE)
+    needed = dict(_FROZEN if freezing else _WEIGHT_FREE)
     wanted = dict(_CHEAPER)
+    if max_autotune:
+        wanted["max_autotune"] = True
     if portable:
         needed |= {"cpp.simdlen": 256, "cpp.march": "x86-64-v3"}
     if device.type == "cpu":

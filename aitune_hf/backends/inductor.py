@@ -16,8 +16,9 @@ import torch
 
 from aitune_hf.backends.aoti_compile import compile_package, compiler, compiler_options
 from aitune_hf.backends.aoti_package import AOTIPackage, missing_loader
-from aitune_hf.backends.base import BuildRequest, BuildResult, LoadRequest, Recipe
+from aitune_hf.backends.base import BuildRequest, BuildResult, Engine, LoadRequest, Recipe
 from aitune_hf.backends.constants import Constant, memory_key, resolve
+from aitune_hf.backends.cuda_graphs import GraphedEngine
 from aitune_hf.errors import BuildError, ConfigError, EngineLoadError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ __all__ = ["InductorBackend", "InductorEngine"]
 PACKAGE = "model.pt2"
 RESIDUALS = "residuals.safetensors"
 _FORMAT = 1
-_OPTIONS = frozenset({"portable"})
+_OPTIONS = {"portable": False, "freezing": False, "max_autotune": False, "cuda_graphs": False}
 #: A constant of at least this many bytes is looked for in the package, to be sure that it is not there.
 _TELLING_BYTES = 256
 
@@ -38,6 +39,9 @@ class InductorBackend:
 
     Options:
         portable: build for every x86-64-v3 CPU instead of this one.
+        freezing: fold and pack the weights into the engine, which is then good for them alone.
+        max_autotune: let the compiler time more kernels; takes minutes.
+        cuda_graphs: replay the engine as one CUDA graph; for fixed shapes only.
     """
 
     name = "inductor"
@@ -58,8 +62,14 @@ class InductorBackend:
         return missing_loader()
 
     def recipes(self, device: torch.device) -> list[Recipe]:
-        """One: a package without weights, on CPU and CUDA."""
-        return [Recipe(weights="bound", effort="fast", cost=30.0)] if device.type in ("cpu", "cuda") else []
+        """A package without weights first; one with packed weights, or more costly on CUDA, where effort is no matter."""
+        plain = Recipe(weights="bound", effort="fast", cost=30.0)
+        frozen = Recipe(options={"freezing": True}, weights="baked", effort="max", cost=40.0)
+        if device.type == "cuda":
+            graphs = Recipe(options={"cuda_graphs": True}, weights="bound", effort="balanced", cost=35.0)
+            autotuned = Recipe(options={"max_autotune": True}, weights="bound", effort="max", cost=300.0)
+            return [plain, graphs, frozen, autotuned]
+        return [plain, frozen] if device.type == "cpu" else []
 
     def supports(self, request: BuildRequest) -> str | None:
         """None if the graph can be tried, else why not."""
@@ -70,6 +80,8 @@ class InductorBackend:
             return f"it runs on {device.type}; engines are made for cpu and cuda"
         if device.type == "cuda" and importlib.util.find_spec("triton") is None:
             return "no Triton found, which generates the kernels: pip install triton"
+        if request.options.get("cuda_graphs") and any(axis for row in request.axes for axis in row):
+            return "a CUDA graph has fixed shapes"
         opaque = request.graph.input_spec.opaque | request.graph.output_spec.opaque
         if opaque:
             place, kind = next(iter(opaque.items()))
@@ -83,7 +95,7 @@ class InductorBackend:
     def build(self, request: BuildRequest) -> BuildResult:
         """Build a package into ``request.workdir``."""
         options = _checked_options(request.options)
-        settings = compiler_options(request.device, options["portable"])
+        settings = compiler_options(request.device, **{k: v for k, v in options.items() if k != "cuda_graphs"})
         reason = self.available() or self.supports(request)
         if reason:
             raise BuildError(f"{request.path}: inductor cannot build this graph: {reason}")
@@ -93,6 +105,9 @@ class InductorBackend:
             compile_package(graph.program, package, settings, request.device)
         except BuildError as error:
             raise BuildError(f"{request.path}: {error}") from error
+        if options["freezing"]:
+            engine = {"format": _FORMAT, "options": options, "constants": []}
+            return BuildResult(files=[PACKAGE], envelope=graph.envelope, engine=engine)
         constants = _used_constants(graph, package, request)
         _check_weight_free(package, constants, request)
         files = [PACKAGE]
@@ -109,11 +124,12 @@ class InductorBackend:
         }
         return BuildResult(files=files, envelope=graph.envelope, engine=engine)
 
-    def load(self, request: LoadRequest) -> InductorEngine:
+    def load(self, request: LoadRequest) -> Engine:
         """Load a package and bind it to the module's tensors."""
         if request.engine.get("format") != _FORMAT:
             raise EngineLoadError(f"{request.path}: the engine's format is unknown: {request.engine.get('format')}")
-        return InductorEngine(request)
+        engine = InductorEngine(request)
+        return GraphedEngine(engine, engine.device) if request.engine["options"].get("cuda_graphs") else engine
 
 
 class InductorEngine:
@@ -138,7 +154,8 @@ class InductorEngine:
             package = AOTIPackage(request.folder / PACKAGE, threads, -1 if index is None else index)
         except EngineLoadError as error:
             raise EngineLoadError(f"{self._path}: {error}") from error
-        if set(package.names) != live.keys():
+        self._is_frozen = bool(request.engine["options"].get("freezing"))
+        if set(package.names) != live.keys() and not self._is_frozen:
             package.close()
             odd = sorted(set(package.names) ^ live.keys())
             raise EngineLoadError(f"{self._path}: the package and its description name different constants: {odd[:5]}")
@@ -153,6 +170,11 @@ class InductorEngine:
         self._bind(live)
         for token in range(threads):
             self._give(token)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs, with the index."""
+        return self._device
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run; see :class:`aitune_hf.backends.base.Engine`."""
@@ -195,6 +217,8 @@ class InductorEngine:
 
     def _bind(self, live: Mapping[str, torch.Tensor]) -> None:
         assert self._package is not None
+        if self._is_frozen:
+            return
         views = {name: tensor.detach() for name, tensor in live.items()}
         try:
             self._package.bind(views)
@@ -240,10 +264,10 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    unknown = sorted(options.keys() - _OPTIONS)
+    unknown = sorted(options.keys() - _OPTIONS.keys())
     if unknown:
         raise ConfigError(f"inductor has no option {', '.join(unknown)}; it has {', '.join(sorted(_OPTIONS))}")
-    return {"portable": bool(options.get("portable", False))}
+    return {name: bool(options.get(name, default)) for name, default in _OPTIONS.items()}
 
 
 def _unfit_tensor(request: BuildRequest, device: torch.device) -> str | None:

@@ -425,3 +425,59 @@ def test_what_is_declined(
     assert InductorBackend().supports(request) is None
     change(module)
     assert reason in str(InductorBackend().supports(request))
+
+
+# -- with its weights, and in a child process --------------------------------------------------------------------------
+
+
+def test_a_frozen_engine_holds_its_weights(request_for: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)).eval()
+    backend = InductorBackend()
+    options = next(recipe for recipe in backend.recipes(torch.device("cpu")) if recipe.weights == "baked").options
+    request = request_for(module, [{"input": torch.randn(4, 64)}], tmp_path / "frozen", **options)
+    result = backend.build(request)
+    assert sum((request.workdir / name).stat().st_size for name in result.files) > 64 * 64 * 4
+    sys.path.insert(0, str(Path(__file__).parent))
+    from recorded import load_request, run
+
+    engine = backend.load(load_request(request, result, module))
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        expected = module(x)
+        torch.testing.assert_close(run(engine, request, {"input": x}), expected)
+        module[0].weight.add_(1.0)
+        engine.rebind()
+        torch.testing.assert_close(run(engine, request, {"input": x}), expected)
+    engine.close()
+    with pytest.raises(EngineLoadError, match="closed"):
+        run(engine, request, {"input": x})
+
+
+def test_an_engine_of_others_is_tried_in_a_child_process(bert: Any, odd: Any) -> None:
+    from aitune_hf.backends.isolation import IsolatedBuilder
+
+    with IsolatedBuilder(timeout_s=120) as builder:
+        for built in (bert, odd):
+            request, result = built.request, built.result
+            builder.try_engine(
+                InductorBackend(),
+                "model",
+                request.workdir,
+                result.engine,
+                request.graph,
+                result.envelope,
+                torch.device("cpu"),
+            )
+        (odd.request.workdir / "copy").mkdir()
+        (odd.request.workdir / "copy" / "model.pt2").write_bytes(b"not a package")
+        with pytest.raises(EngineLoadError):
+            builder.try_engine(
+                InductorBackend(),
+                "model",
+                odd.request.workdir / "copy",
+                odd.result.engine,
+                odd.request.graph,
+                odd.result.envelope,
+                torch.device("cpu"),
+            )
