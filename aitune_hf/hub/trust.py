@@ -93,10 +93,14 @@ class TrustedRepo:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Whether a native engine may be loaded: by which ``policy``, or None; ``reason`` says why in a sentence."""
+    """Whether a native engine may be loaded: by which ``policy``, or None; ``reason`` says why in a sentence.
+
+    ``key`` is the one that signed it, where that is the policy.
+    """
 
     policy: Policy | None
     reason: str
+    key: PublicKey | None = None
 
     @property
     def trusted(self) -> bool:
@@ -149,7 +153,7 @@ class Trust:
         if source.signature is not None:
             for key in self.keys:
                 if verify(key, manifest_bytes, source.signature):
-                    return Decision(policy="signed", reason=f"signed by the trusted key {key.fingerprint}")
+                    return Decision(policy="signed", reason=f"signed by the trusted key {key.fingerprint}", key=key)
         matching = [trusted for trusted in self.repos if trusted.repo == source.repo]
         if any(trusted.commit is not None and trusted.commit == source.commit for trusted in matching):
             return Decision(policy="pinned", reason=f"{source.name} is trusted at commit {source.commit}")
