@@ -19,6 +19,7 @@ from aitune_hf.backends.aoti_package import AOTIPackage, missing_loader
 from aitune_hf.backends.base import BuildRequest, BuildResult, Engine, LoadRequest, Recipe
 from aitune_hf.backends.constants import Constant, memory_key, resolve
 from aitune_hf.backends.cuda_graphs import GraphedEngine
+from aitune_hf.backends.requirements import unmet_requirement
 from aitune_hf.errors import BuildError, ConfigError, EngineLoadError
 
 if TYPE_CHECKING:
@@ -73,24 +74,11 @@ class InductorBackend:
 
     def supports(self, request: BuildRequest) -> str | None:
         """None if the graph can be tried, else why not."""
-        device, context = request.device, request.graph.context
-        if not request.graph.input_spec.tensors or not request.graph.output_spec.tensors:
-            return "a graph needs at least one tensor input and one tensor output"
-        if device.type not in ("cpu", "cuda"):
-            return f"it runs on {device.type}; engines are made for cpu and cuda"
-        if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        if request.device.type == "cuda" and importlib.util.find_spec("triton") is None:
             return "no Triton found, which generates the kernels: pip install triton"
         if request.options.get("cuda_graphs") and any(axis for row in request.axes for axis in row):
             return "a CUDA graph has fixed shapes"
-        opaque = request.graph.input_spec.opaque | request.graph.output_spec.opaque
-        if opaque:
-            place, kind = next(iter(opaque.items()))
-            return f"{place} is a {kind}, neither a tensor nor a plain value"
-        if context.needs_grad:
-            return "its result needs gradients"
-        if context.training or any(part.training for part in request.module.modules()):
-            return "it is, or a part of it is, in training mode"
-        return _unfit_tensor(request, device)
+        return unmet_requirement(request)
 
     def build(self, request: BuildRequest) -> BuildResult:
         """Build a package into ``request.workdir``."""
@@ -268,23 +256,6 @@ def _checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     if unknown:
         raise ConfigError(f"inductor has no option {', '.join(unknown)}; it has {', '.join(sorted(_OPTIONS))}")
     return {name: bool(options.get(name, default)) for name, default in _OPTIONS.items()}
-
-
-def _unfit_tensor(request: BuildRequest, device: torch.device) -> str | None:
-    module = request.module
-    owned = [*module.named_parameters(), *module.named_buffers()]
-    for name, tensor in (*((f"input {i}", t) for i, t in enumerate(request.example.inputs)), *owned):
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            return f"{name} is a {type(tensor).__name__}, not a plain tensor"
-        if tensor.is_meta:
-            return f"{name} is on the meta device (offloaded?)"
-        if tensor.is_complex() or tensor.is_quantized or tensor.layout is not torch.strided:
-            return f"{name} is {tensor.dtype} of layout {tensor.layout}"
-    for name, tensor in owned:
-        # A buffer of one number is used from the host.
-        if tensor.device != device and tensor.numel() > 1:
-            return f"{name} is on {tensor.device}, the inputs are on {device} (offloaded, or spread over devices?)"
-    return None
 
 
 def _used_constants(graph: CapturedGraph, package: Path, request: BuildRequest) -> list[Constant]:
