@@ -79,6 +79,7 @@ def test_the_reason_is_bounded(victim: Victim, engine: bytes) -> None:
     assert len(result.reason) < 1000
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, where threads run
 def test_a_trial_that_kills_the_whole_process_leaves_nothing_in_the_store(victim: Victim, engine: bytes) -> None:
     # For a caller that does without the child: the entry is committed after its trial only.
     victim.lay_entry(native_key(), {"model.pt2": engine})
