@@ -14,6 +14,8 @@ The tree::
     │   └── CorrectnessError                 its outputs are not those of eager
     └── CacheError                           the engine cache
         ├── CorruptEntryError                an entry's bytes are not what its manifest says
+        │   └── cache.UnknownSchemaError     its manifest has the schema of another version
+        ├── cache.KeyLockedError             another process builds the engine for longer than one would wait
         └── ForeignEngineError               an entry is valid, but not for this machine
 
 Messages say what failed, on which module path, why, and what to do next.
@@ -32,6 +34,7 @@ __all__ = [
     "EngineLoadError",
     "ForeignEngineError",
     "GraphBreakException",
+    "HubError",
     "PipelineLoadError",
     "SampleError",
     "UntunableError",
@@ -88,3 +91,7 @@ class CorruptEntryError(CacheError):
 
 class ForeignEngineError(CacheError):
     """A cache entry is valid, but was not built for this machine."""
+
+
+class HubError(AITuneError):
+    """Engines could not be shared through the Hub, or through another store of files."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,18 @@ from aitune_hf.integrations import transformers as hf_transformers
 from aitune_hf.integrations.tuned_class import tuned_class
 from aitune_hf.jit.patcher import unpatch_tree
 from aitune_hf.jit.statistics import TuningStats
-from aitune_hf.pipeline import load_message, tune_target
+from aitune_hf.pipeline import SharingMixin, load_message, tune_target
 from aitune_hf.tuning.drive import restore_modules, stats_of
 from aitune_hf.tuning.report import TuningReport
 
 __all__ = ["AITuneModel", "TunedModelMixin"]
 
 
-class TunedModelMixin:
-    """What a tuned model can do beyond its real class. All of it also works as functions of any module."""
+logger = logging.getLogger("aitune_hf")
 
-    _aitune_config: TuneConfig
+
+class TunedModelMixin(SharingMixin):
+    """What a tuned model can do beyond its real class. All of it also works as functions of any module."""
 
     def tune(self, samples: Any, config: TuneConfig | None = None, **call_kwargs: Any) -> TuningReport:
         """As :meth:`aitune_hf.pipeline.TunedPipelineMixin.tune`; samples are arguments of ``forward``."""
@@ -55,6 +58,8 @@ class AITuneModel:
         *,
         auto_class: Any = None,
         config: TuneConfig | None = None,
+        tuned: str | Path | Sequence[str | Path] | None = None,
+        trust: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Load a model as its own library does, and take over the engines that the local cache has for it.
@@ -64,6 +69,7 @@ class AITuneModel:
             auto_class: anything with ``from_pretrained``: an auto class (``transformers.AutoModel`` if None) or a model
                 class of transformers or diffusers.
             config: settings of the tuning.
+            tuned, trust: as in :meth:`aitune_hf.pipeline.AITunePipeline.from_pretrained`.
             kwargs: passed on to ``from_pretrained``.
 
         Raises:
@@ -74,7 +80,11 @@ class AITuneModel:
             model = hf_transformers.load_model(auto_class, name, **kwargs)
         except (OSError, ValueError, ImportError) as error:
             raise PipelineLoadError(load_message(name, error)) from error
-        return AITuneModel.from_model(model.eval(), config=config)
+        model = AITuneModel.from_model(model.eval(), config=config)
+        if tuned is not None:
+            known = {name: kwargs[name] for name in ("token", "local_files_only") if name in kwargs}
+            logger.info("%s", model.pull_tuned(tuned, trust=trust, **known).summary())
+        return model
 
     @staticmethod
     def from_model(model: nn.Module, *, config: TuneConfig | None = None) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -23,7 +24,24 @@ from aitune_hf.tuning.drive import restore_modules, stats_of, tune_modules
 from aitune_hf.tuning.report import TuningReport
 from aitune_hf.tuning.samples import driver, generators_restored, sample_list
 
-__all__ = ["AITunePipeline", "TunedPipelineMixin", "load_message", "modules_of", "tune_target"]
+if TYPE_CHECKING:
+    from aitune_hf.hub.outcome import PullResult
+    from aitune_hf.hub.publish import PushResult
+
+__all__ = [
+    "AITunePipeline",
+    "SharingMixin",
+    "TunedPipelineMixin",
+    "load_message",
+    "modules_of",
+    "pull_target",
+    "push_target",
+    "push_weights",
+    "tune_target",
+]
+
+
+logger = logging.getLogger("aitune_hf")
 
 
 def modules_of(target: Any) -> dict[str, nn.Module]:
@@ -44,10 +62,101 @@ def modules_of(target: Any) -> dict[str, nn.Module]:
     )
 
 
-class TunedPipelineMixin:
-    """What a tuned pipeline can do beyond its real class. All of it also works as functions of any pipeline."""
+class SharingMixin:
+    """What tuned pipelines and models can do with the engines of others, and with their own for others."""
 
     _aitune_config: TuneConfig = TuneConfig()
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        weights: bool = False,
+        private: bool | None = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+        create_pr: bool = False,
+        token: str | bool | None = None,
+        force: bool = False,
+        signing_key: bytes | None = None,
+    ) -> PushResult:
+        """Share the engines this pipeline or model uses, in one commit on top of what is there.
+
+        Args:
+            repo_id: ``"owner/name"`` on the Hub (made if it is not there), or any URL that fsspec knows.
+            weights: upload the weights too, as its own class does.
+            private: whether a repository that is made now is private.
+            revision: branch to push to.
+            token: as everywhere in huggingface_hub.
+            force: publish engines of a private or gated base to a public repository; replace a damaged record.
+            signing_key: private Ed25519 key as PEM text, to sign with; see ``SECURITY.md``.
+
+        Returns:
+            What was added and what was there. ``print(result.summary())``.
+
+        Raises:
+            HubError: if there is nothing to push, it may not be pushed there, or the remote fails.
+        """
+        if weights:
+            push_weights(
+                getattr(super(), "push_to_hub", None),
+                repo_id,
+                private=private,
+                revision=revision,
+                commit_message=commit_message,
+                create_pr=create_pr or None,
+                token=token,
+            )
+        return push_target(
+            self,
+            repo_id,
+            self._aitune_config,
+            private=private,
+            revision=revision,
+            message=commit_message,
+            create_pr=create_pr,
+            token=token,
+            force=force,
+            signing_key=signing_key,
+        )
+
+    def pull_tuned(
+        self,
+        repo_id: str | Path | Sequence[str | Path],
+        *,
+        revision: str | None = None,
+        trust: Any = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+    ) -> PullResult:
+        """Take over engines that others tuned for this structure, where they fit this machine and are trusted.
+
+        Args:
+            repo_id: ``"owner/name"``, a folder, a URL, or a list of those, asked in order.
+            revision: branch, tag or commit. At a commit that was pulled before, no request is made.
+            trust: whose native engines may run here: None (nobody's), ``"owner/name@<commit>"``, a public key, … see
+                :class:`aitune_hf.hub.trust.Trust`. Untrusted ones leave their recipe for the next ``tune``.
+            local_files_only: make no requests.
+
+        Returns:
+            What was hit, what was missed and why. After some calls, ``result.confirm()`` says whether engines ran.
+
+        Raises:
+            ConfigError: if an argument is wrong. A Hub that fails is said in the result and in one warning.
+        """
+        return pull_target(
+            self,
+            repo_id,
+            self._aitune_config,
+            revision=revision,
+            trust=trust,
+            token=token,
+            local_files_only=local_files_only,
+        )
+
+
+class TunedPipelineMixin(SharingMixin):
+    """What a tuned pipeline can do beyond its real class. All of it also works as functions of any pipeline."""
 
     def _call_tuned(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with pipeline_call():
@@ -109,6 +218,38 @@ def tune_target(target: Any, samples: Any, config: TuneConfig, **call_kwargs: An
         return tune_modules(roots, driver(target, call_kwargs), listed, config, current_rank())
 
 
+def push_target(target: Any, repo: str | Path, config: TuneConfig, **options: Any) -> PushResult:
+    """Share the engines that a pipeline or module uses; see :meth:`SharingMixin.push_to_hub`."""
+    from aitune_hf.hub.share import base_repository, push_modules
+
+    roots = modules_of(target)
+    noted = (_name_or_path(each) for each in (target, *roots.values()))
+    base = next((found for name in noted if (found := base_repository(name)) is not None), None)
+    return push_modules(roots, config, repo, name=type(target).__name__, base_model=base, **options)
+
+
+def pull_target(
+    target: Any, repos: str | Path | Sequence[str | Path], config: TuneConfig, **options: Any
+) -> PullResult:
+    """Take over engines for a pipeline or module; see :meth:`SharingMixin.pull_tuned`."""
+    from aitune_hf.hub.share import pull_modules
+
+    return pull_modules(modules_of(target), config, repos, name=type(target).__name__, **options)
+
+
+def push_weights(push: Callable[..., Any] | None, repo_id: str, **options: Any) -> None:
+    """Upload a pipeline or model as its own class does."""
+    if push is None:
+        raise ConfigError("weights=True: the class of this object has no push_to_hub of its own; leave weights out")
+    push(repo_id, **{name: value for name, value in options.items() if value is not None})
+
+
+def _name_or_path(target: Any) -> Any:
+    """What a library noted when it loaded something."""
+    noted = getattr(getattr(target, "config", None), "_name_or_path", None)
+    return noted or getattr(target, "name_or_path", None)
+
+
 class AITunePipeline:
     """Makes pipelines that can be tuned. Never instantiated itself: what it returns is the real pipeline class."""
 
@@ -121,6 +262,8 @@ class AITunePipeline:
         *,
         task: str | None = None,
         config: TuneConfig | None = None,
+        tuned: str | Path | Sequence[str | Path] | None = None,
+        trust: Any = None,
         **kwargs: Any,
     ) -> Any:
         """Load a pipeline as its own library does, and take over the engines that the local cache has for it.
@@ -130,7 +273,10 @@ class AITunePipeline:
             task: for a Transformers pipeline, its task, such as ``"feature-extraction"``. Without it the folder must
                 hold a Diffusers pipeline.
             config: settings of the tuning.
-            kwargs: passed on to the library's own loader.
+            tuned: repositories, folders or URLs to pull engines from, as :meth:`SharingMixin.pull_tuned` does. One
+                that fails is a warning, not an error.
+            trust: whose native engines may run here; nobody's if None.
+            kwargs: passed on to the library's own loader; ``token`` and ``local_files_only`` go for ``tuned`` as well.
 
         Returns:
             An instance of the real pipeline class with :class:`TunedPipelineMixin` mixed in.
@@ -147,7 +293,11 @@ class AITunePipeline:
             raise
         except (OSError, ValueError, ImportError) as error:
             raise PipelineLoadError(load_message(name, error)) from error
-        return _ready(pipe, config)
+        pipe = _ready(pipe, config)
+        if tuned is not None:
+            known = {name: kwargs[name] for name in ("token", "local_files_only") if name in kwargs}
+            logger.info("%s", pipe.pull_tuned(tuned, trust=trust, **known).summary())
+        return pipe
 
     @staticmethod
     def from_pipe(pipe: Any, *, config: TuneConfig | None = None) -> Any:

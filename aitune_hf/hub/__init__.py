@@ -1,1 +1,4 @@
-"""Sharing tuned engines through the Hugging Face Hub, and what of it may be loaded."""
+"""Sharing tuned engines: through the Hugging Face Hub, or any other store of files.
+
+The only importer of ``huggingface_hub``, which is imported when a repository is used.
+"""

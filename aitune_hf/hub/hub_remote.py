@@ -1,0 +1,351 @@
+"""A repository on the Hugging Face Hub as a remote.
+
+Files are fetched by plain requests of our own, one per file, and not through the client's download functions: those
+ask for a file's metadata first, do not check what arrives against a digest, have no upper bound, and would keep a
+second copy of every engine. What the client's cache holds already (after ``hf download``) is taken from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import quote
+
+from huggingface_hub import CommitOperationAdd, HfApi, constants, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined] # re-exported late
+
+from aitune_hf.cache import FileDigest
+from aitune_hf.cache.digests import copy_verified
+from aitune_hf.errors import CorruptEntryError
+from aitune_hf.hub.remote import (
+    Addition,
+    Cause,
+    Head,
+    Landed,
+    Reading,
+    RemoteConflictError,
+    RemoteError,
+    RemoteUncertainError,
+    is_commit,
+)
+from aitune_hf.version import __version__
+
+__all__ = ["BaseModel", "HubRemote"]
+
+#: Waits between tries of one request are this long together, whatever a server asks for.
+PATIENCE_S = 20.0
+_ATTEMPTS = 3
+_TIMEOUT_S = 15.0
+_THREADS = 4
+_CHUNK = 1 << 16
+_RETRIED = frozenset({408, 429, 500, 502, 503, 504})
+#: The client's HTTP library changed its name between versions of the client; its errors are the parents of the client's.
+_HTTP_ERROR: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseModel:
+    """What the Hub says about the model that engines were tuned for: ``restricted`` is why not all may see it."""
+
+    name: str
+    restricted: str | None
+    license: str | None
+
+
+class HubRemote:
+    """A model repository. ``token`` as everywhere in huggingface_hub: None is the one that is logged in."""
+
+    def __init__(
+        self,
+        repo_id: str,
+        *,
+        token: str | bool | None = None,
+        endpoint: str | None = None,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.repo_id = repo_id
+        self._api = HfApi(endpoint=endpoint, token=token, library_name="aitune-hf", library_version=__version__)
+        self._headers = build_hf_headers(token=token, library_name="aitune-hf", library_version=__version__)
+        self._sleep = sleep
+
+    @property
+    def url(self) -> str:
+        """``owner/name``."""
+        return self.repo_id
+
+    def head(self, revision: str | None = None) -> Head | None:
+        """See :class:`~aitune_hf.hub.remote.Remote`."""
+        try:
+            with self._explained("read"):
+                info = self._api.model_info(self.repo_id, revision=revision, timeout=_TIMEOUT_S)
+        except RemoteError as error:
+            if error.cause == "absent":
+                return None
+            raise
+        return Head(commit=str(info.sha), private=bool(info.private))
+
+    def create(self, *, revision: str | None, private: bool | None) -> None:
+        """See :class:`~aitune_hf.hub.remote.Remote`."""
+        with self._explained("create"):
+            self._api.create_repo(self.repo_id, private=private, exist_ok=True)
+            if revision not in (None, "main"):
+                self._api.create_branch(self.repo_id, branch=str(revision), exist_ok=True)
+
+    def read(self, path: str, *, revision: str | None, max_bytes: int, local_only: bool = False) -> Reading:
+        """See :class:`~aitune_hf.hub.remote.Remote`."""
+        offline = local_only or constants.HF_HUB_OFFLINE
+        if offline or is_commit(revision):
+            cached = try_to_load_from_cache(self.repo_id, path, revision=revision)
+            if isinstance(cached, str):
+                return Reading(data=_bounded(Path(cached), max_bytes), commit=_snapshot(cached))
+        if offline:
+            raise RemoteError(f"{self.repo_id}: offline, and {path} is not in the local Hub cache", "offline")
+        with self._response(path, revision) as (response, commit):
+            if response is None:
+                return Reading(data=None, commit=commit)
+            chunks = []
+            for chunk in _body(response, max_bytes):
+                chunks.append(chunk)
+            return Reading(data=b"".join(chunks), commit=commit)
+
+    def names(self, prefix: str, *, revision: str | None) -> list[str]:
+        """See :class:`~aitune_hf.hub.remote.Remote`."""
+        try:
+            with self._explained("list"):
+                tree = self._api.list_repo_tree(self.repo_id, prefix, recursive=True, revision=revision)
+                return [item.path for item in tree if hasattr(item, "size")]
+        except RemoteError as error:
+            if isinstance(error.__cause__, EntryNotFoundError):
+                return []
+            raise
+
+    def fetch(self, files: Mapping[str, FileDigest], *, commit: str, folder: Path, local_only: bool = False) -> None:
+        """See :class:`~aitune_hf.hub.remote.Remote`."""
+
+        def fetch_one(item: tuple[str, FileDigest]) -> None:
+            path, expected = item
+            target = folder / PurePosixPath(path).name
+            if not self._from_cache(path, expected, commit, target):
+                if local_only or constants.HF_HUB_OFFLINE:
+                    raise RemoteError(f"{self.repo_id}: offline, and {path} is not in the local Hub cache", "offline")
+                self._download(path, expected, commit, target)
+
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for _ in pool.map(fetch_one, files.items()):
+                pass
+
+    def commit(
+        self,
+        additions: Iterable[Addition],
+        *,
+        parent: Head,
+        revision: str | None,
+        message: str,
+        create_pr: bool = False,
+    ) -> Landed:
+        """See :class:`~aitune_hf.hub.remote.Remote`."""
+        operations = [
+            CommitOperationAdd(each.path, each.source if isinstance(each.source, bytes) else str(each.source))
+            for each in additions
+        ]
+        try:
+            # Large files are uploaded first, and then one commit names them all: nothing is seen before it.
+            info = self._api.create_commit(
+                self.repo_id,
+                operations,
+                commit_message=message,
+                parent_commit=parent.commit,
+                revision=revision,
+                create_pr=create_pr,
+            )
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            if status in (409, 412):
+                raise RemoteConflictError(f"{self.repo_id} was changed by somebody else meanwhile") from error
+            if status in _RETRIED and status != 429:
+                raise RemoteUncertainError(f"{self.repo_id}: {_status_sentence(status)}") from error
+            raise self._failure("write", error) from error
+        except (OSError, RuntimeError, ValueError, _HTTP_ERROR) as error:
+            if isinstance(error, (OfflineModeIsEnabled, ValueError)):
+                raise self._failure("write", error) from error
+            raise RemoteUncertainError(f"{self.repo_id}: no answer to a commit ({type(error).__name__})") from error
+        return Landed(commit=str(info.oid), url=str(info.pr_url or info.commit_url))
+
+    def base_model(self, name: str) -> BaseModel:
+        """What the Hub says about another model, in one request. One that cannot be seen counts as private."""
+        try:
+            with self._explained("read"):
+                info = self._api.model_info(name, timeout=_TIMEOUT_S)
+        except RemoteError as error:
+            if error.cause in ("absent", "denied", "gated"):
+                return BaseModel(name=name, restricted="private or gated, or gone", license=None)
+            raise
+        card: Any = info.card_data
+        word = "private" if info.private else "gated" if info.gated else None
+        return BaseModel(name=name, restricted=word, license=getattr(card, "license", None) if card else None)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def _download(self, path: str, expected: FileDigest, commit: str, target: Path) -> None:
+        for attempt in range(2):
+            hasher, size = hashlib.sha256(), 0
+            with self._response(path, commit) as (response, _), target.open("wb") as out:
+                if response is None:
+                    raise RemoteError(f"{self.repo_id} has no {path} at {commit[:12]}", "broken")
+                for chunk in _body(response, expected.size):
+                    hasher.update(chunk)
+                    size += len(chunk)
+                    out.write(chunk)
+            if (hasher.hexdigest(), size) == (expected.sha256, expected.size):
+                return
+            if attempt:
+                target.unlink(missing_ok=True)
+        raise RemoteError(f"{self.repo_id}: {path} arrived with other bytes than its record says", "broken")
+
+    def _from_cache(self, path: str, expected: FileDigest, commit: str, target: Path) -> bool:
+        cached = try_to_load_from_cache(self.repo_id, path, revision=commit)
+        if not isinstance(cached, str):
+            return False
+        try:
+            copy_verified(Path(cached).resolve(), target, expected)
+        except (CorruptEntryError, OSError):
+            return False
+        return True
+
+    @contextmanager
+    def _response(self, path: str, revision: str | None) -> Iterator[tuple[Any, str]]:
+        """An open answer for a file and the commit that it is of; None for the answer where there is no such file."""
+        at = quote(revision or constants.DEFAULT_REVISION, safe="")
+        url = f"{self._api.endpoint}/{self.repo_id}/resolve/{at}/{quote(path)}"
+        left = PATIENCE_S
+        with self._explained("read"):
+            for attempt in range(1, _ATTEMPTS + 1):
+                try:
+                    with get_session().stream(
+                        "GET", url, headers=self._headers, timeout=_TIMEOUT_S, follow_redirects=True
+                    ) as response:
+                        status = response.status_code
+                        if status < 400:
+                            yield response, _commit_of(response)
+                            return
+                        if response.headers.get("X-Error-Code") == "EntryNotFound":
+                            yield None, _commit_of(response)
+                            return
+                        wait = _wait_s(response, attempt)
+                        if status not in _RETRIED or attempt == _ATTEMPTS or wait > left:
+                            raise self._refusal("read", status, response.headers)
+                except _HTTP_ERROR:
+                    if attempt == _ATTEMPTS:
+                        raise
+                    wait = _pause_s(attempt)
+                self._sleep(wait)
+                left -= wait
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RemoteError:
+            raise
+        except (OSError, ValueError, EntryNotFoundError, _HTTP_ERROR) as error:
+            raise self._failure(what, error) from error
+
+    def _failure(self, what: str, error: Exception) -> RemoteError:
+        if isinstance(error, HfHubHTTPError):
+            return self._refusal(what, error.response.status_code, error.response.headers, error)
+        if isinstance(error, OfflineModeIsEnabled):
+            return RemoteError(f"{self.repo_id}: HF_HUB_OFFLINE is set; unset it to {what} it", "offline")
+        if isinstance(error, (_HTTP_ERROR, ConnectionError, TimeoutError)):
+            return RemoteError(
+                f"{self.repo_id}: the Hub did not answer, or stopped midway ({_kind(error)})", "unreachable"
+            )
+        first = (str(error).strip() or _kind(error)).splitlines()[0]
+        return RemoteError(f"cannot {what} {self.repo_id}: {first}", "broken")
+
+    def _refusal(
+        self, what: str, status: int, headers: Mapping[str, str], error: Exception | None = None
+    ) -> RemoteError:
+        code = headers.get("X-Error-Code", "")
+        cause: Cause
+        if isinstance(error, GatedRepoError) or code == "GatedRepo":
+            cause, text = "gated", f"{self.repo_id} is gated: ask for access on its page, then `hf auth login`"
+        elif isinstance(error, RevisionNotFoundError) or code == "RevisionNotFound":
+            cause, text = "absent", f"{self.repo_id} has no such revision"
+        elif code == "RepoNotFound" or (isinstance(error, RepositoryNotFoundError) and status == 404) or status == 404:
+            cause, text = "absent", f"there is no {self.repo_id}, or it is private and your token may not see it"
+        elif status == 401:
+            cause, text = "denied", f"{self.repo_id} needs a valid token to {what} it: `hf auth login`"
+        elif status == 403:
+            cause, text = "denied", f"your token may not {what} {self.repo_id}"
+        elif status == 429:
+            after = headers.get("Retry-After")
+            text = "the Hub limits your requests" + (f"; try again in {after} s" if after else "; try again later")
+            cause, text = "limited", f"{self.repo_id}: {text}"
+        else:
+            cause, text = "unreachable", f"{self.repo_id}: {_status_sentence(status)}"
+        return RemoteError(f"{text} (HTTP {status})", cause)
+
+
+def _status_sentence(status: int) -> str:
+    return f"the Hub failed with HTTP {status}" if status >= 500 else f"the Hub answered HTTP {status}"
+
+
+def _kind(error: BaseException) -> str:
+    return type(error).__name__
+
+
+def _body(response: Any, max_bytes: int) -> Iterator[bytes]:
+    size = 0
+    for chunk in response.iter_bytes(_CHUNK):
+        size += len(chunk)
+        if size > max_bytes:
+            raise RemoteError(f"{response.request.url.path} is larger than the {max_bytes} bytes expected", "broken")
+        yield chunk
+
+
+def _commit_of(response: Any) -> str:
+    """The Hub names the commit in its own answer, which may be a redirect to where the bytes are."""
+    answers = (*response.history, response)
+    return next((str(each.headers["X-Repo-Commit"]) for each in answers if "X-Repo-Commit" in each.headers), "")
+
+
+def _wait_s(response: Any, attempt: int) -> float:
+    text = response.headers.get("Retry-After", "")
+    if response.status_code == 429 and not text.isdecimal():
+        found = re.search(r"t\s*=\s*(\d+)", response.headers.get("RateLimit", ""))
+        text = found[1] if found else ""
+    return float(text) if text.isdecimal() else _pause_s(attempt)
+
+
+def _pause_s(attempt: int) -> float:
+    return random.uniform(0.5, 1.0) * 0.25 * float(2**attempt)
+
+
+def _bounded(path: Path, max_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise RemoteError(f"{path.name} is larger than the {max_bytes} bytes expected", "broken")
+    return data
+
+
+def _snapshot(cached: str) -> str:
+    """The commit in a path of the client's cache, ``…/snapshots/<commit>/…``."""
+    parts = Path(cached).parts
+    return parts[parts.index("snapshots") + 1] if "snapshots" in parts else ""

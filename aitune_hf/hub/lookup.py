@@ -1,0 +1,296 @@
+"""What a remote has for a pipeline, and what of it fits this machine: decided by one small file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import PurePosixPath
+
+from torch import nn
+
+from aitune_hf.cache import Environment
+from aitune_hf.cache.canonical import MAX_JSON_BYTES
+from aitune_hf.errors import CandidateError, CorruptEntryError
+from aitune_hf.hub.record import PipelineRecord, SharedEngine, SharedVerdict, TunedIn, record_path
+from aitune_hf.hub.remote import Reading, Remote, RemoteError, is_commit
+from aitune_hf.hub.target import Target
+from aitune_hf.tuning.baked import WeightsDigest
+
+__all__ = ["Finding", "Lookup", "explain_remote", "look_up"]
+
+_RECORDS = str(PurePosixPath(record_path("")).parent)
+_MAX_OTHERS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a remote has for one module.
+
+    Attributes:
+        path: of the module.
+        structure: its hierarchy hash.
+        verdicts: per graph, the engines that fit; empty if none does.
+        reason: why there is none, or in what the nearest one does not fit.
+        elsewhere: per graph, engines for other machines: their recipes may be worth a try.
+    """
+
+    path: str
+    structure: str
+    verdicts: tuple[SharedVerdict, ...] = ()
+    reason: str = ""
+    elsewhere: tuple[SharedEngine, ...] = ()
+
+    @property
+    def engines(self) -> list[SharedEngine]:
+        """Those that fit."""
+        return [engine for verdict in self.verdicts for engine in verdict.engines]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup:
+    """What a remote has for a pipeline.
+
+    Attributes:
+        commit: the state it was read at; empty where the remote keeps no history.
+        reason: why there is nothing at all; empty if there is a record of this structure.
+    """
+
+    repo: str
+    commit: str
+    findings: tuple[Finding, ...] = ()
+    reason: str = ""
+
+    @property
+    def hits(self) -> list[Finding]:
+        """Modules for which some engine fits."""
+        return [finding for finding in self.findings if finding.engines]
+
+    def summary(self) -> str:
+        """A line per module."""
+        at = f" at {self.commit[:12]}" if self.commit else ""
+        lines = [f"{self.repo}{at}: {self.reason or f'engines for {len(self.hits)} of {len(self.findings)} modules'}"]
+        for finding in self.findings:
+            size = sum(engine.size for engine in finding.engines)
+            backends = ", ".join(dict.fromkeys(engine.key.backend for engine in finding.engines))
+            answer = f"hit: {backends}, {size / 1e6:.2f} MB" if finding.engines else f"miss: {finding.reason}"
+            lines.append(f"  {finding.path or 'the model'}: {answer}")
+        return "\n".join(lines)
+
+
+def look_up(target: Target, remote: Remote, *, revision: str | None = None, local_only: bool = False) -> Lookup:
+    """Read the record of the target's structure, in one request, and compare it with this machine.
+
+    The record is kept in the local cache, so that without a network, or at a commit, the same question needs no
+    request.
+
+    Raises:
+        RemoteError: if the remote fails.
+    """
+    reading = _read(target, remote, revision, local_only)
+    if reading.data is None:
+        return Lookup(repo=remote.url, commit=reading.commit, reason="no engines for this pipeline structure")
+    try:
+        record = PipelineRecord.from_bytes(target.pipeline_hash, reading.data)
+    except CorruptEntryError as error:
+        raise RemoteError(f"{remote.url}: its record of this pipeline cannot be used: {error}", "broken") from error
+    _keep(target, remote, revision, reading)
+    return Lookup(repo=remote.url, commit=reading.commit, findings=tuple(_findings(target, record)))
+
+
+# -- one request, or none ----------------------------------------------------------------------------------------------
+
+
+def _read(target: Target, remote: Remote, revision: str | None, local_only: bool) -> Reading:
+    path = record_path(target.pipeline_hash)
+    kept = _kept(target, remote, revision)
+    if kept is not None and is_commit(revision):
+        return kept
+    try:
+        return remote.read(path, revision=revision, max_bytes=MAX_JSON_BYTES, local_only=local_only)
+    except RemoteError as error:
+        if error.cause == "offline" and kept is not None:
+            return kept
+        raise
+
+
+def _kept_name(target: Target, remote: Remote, revision: str | None) -> str:
+    place = hashlib.sha256(f"{remote.url}@{revision or 'main'}".encode()).hexdigest()[:32]
+    return f"remotes/{place}/{target.pipeline_hash[:32]}.json"
+
+
+def _kept(target: Target, remote: Remote, revision: str | None) -> Reading | None:
+    record = target.store.read_record(_kept_name(target, remote, revision)) or {}
+    text, commit = record.get("record"), record.get("commit")
+    if not isinstance(text, str) or not isinstance(commit, str):
+        return None
+    return Reading(data=text.encode(), commit=commit)
+
+
+def _keep(target: Target, remote: Remote, revision: str | None, reading: Reading) -> None:
+    assert reading.data is not None
+    if len(reading.data) > MAX_JSON_BYTES // 2:
+        return  # It would not fit into a record when quoted; it is read again.
+    body = {"schema": 1, "remote": remote.url, "commit": reading.commit, "record": reading.data.decode()}
+    for name in {_kept_name(target, remote, revision), _kept_name(target, remote, reading.commit or revision)}:
+        if target.store.read_record(name) != body:
+            target.store.write_record(name, body)
+
+
+# -- hit or miss -------------------------------------------------------------------------------------------------------
+
+
+def _findings(target: Target, record: PipelineRecord) -> Iterator[Finding]:
+    paths = sorted({path for tuned in record.tuned for path in tuned.modules})
+    for path in paths:
+        module = target.module(path)
+        if module is None:
+            yield Finding(path=path, structure="", reason="there is no such module here")
+            continue
+        structure = target.structure(module)
+        places = [tuned for tuned in record.tuned if tuned.modules.get(path) == structure]
+        if not places:
+            yield Finding(path=path, structure=structure, reason="built for another module structure")
+        else:
+            yield _finding(target, path, module, places)
+
+
+def _finding(target: Target, path: str, module: nn.Module, places: Sequence[TunedIn]) -> Finding:
+    structure, here = target.structure(module), target.environment(module)
+    here_first = sorted(places, key=lambda tuned: _distance(here, tuned.environment))
+    fit = _Fit(target=target, module=module, here=here)
+    verdicts: dict[str, SharedVerdict] = {}
+    reasons: list[str] = []
+    elsewhere: list[SharedEngine] = []
+    for tuned in here_first:
+        for verdict in tuned.verdicts.get(structure, ()):
+            found = []
+            for engine in verdict.engines:
+                reason = fit.objection(engine)
+                if reason is None:
+                    found.append(engine)
+                else:
+                    reasons.append(reason)
+                    elsewhere.append(engine)
+            # Which shapes eager is faster for was measured on that machine alone.
+            lost = verdict.lost if tuned.environment == here else ()
+            mine = verdicts.get(verdict.graph.key)
+            added = replace(verdict, engines=tuple(found), lost=lost)
+            verdicts[verdict.graph.key] = mine.merged(added) if mine else added
+    chosen = tuple(_without_doubles(verdict) for verdict in verdicts.values() if verdict.engines or verdict.lost)
+    reason = "" if any(verdict.engines for verdict in chosen) else (reasons[0] if reasons else "eager was faster there")
+    return Finding(path=path, structure=structure, verdicts=chosen, reason=reason, elsewhere=tuple(elsewhere))
+
+
+def _without_doubles(verdict: SharedVerdict) -> SharedVerdict:
+    """Of several engines that take the same shapes, the first."""
+    by_shapes: dict[str, SharedEngine] = {}
+    for engine in verdict.engines:
+        by_shapes.setdefault(repr(engine.record.envelope.to_dict()), engine)
+    return replace(verdict, engines=tuple(by_shapes.values()))
+
+
+def _distance(here: Environment, other: Environment) -> tuple[bool, int]:
+    mine, theirs = asdict(here), asdict(other)
+    return here.device_type != other.device_type, sum(mine[name] != theirs[name] for name in mine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fit:
+    """Whether engines can run here for one module."""
+
+    target: Target
+    module: nn.Module
+    here: Environment
+
+    def objection(self, engine: SharedEngine) -> str | None:
+        """Why an engine cannot, or None."""
+        key = engine.key
+        backend = next((one for one in self.target.tuner.backends if one.name == key.backend), None)
+        if backend is None:
+            return f"the backend {key.backend} is not in use here"
+        if engine.record.result.lossy and self.target.config.precision != "relaxed":
+            return f"the {key.backend} engine is lossy, and precision is strict here"
+        if reason := self._environment_objection(key.environment):
+            return reason
+        if backend.native and backend.version() != key.backend_version:
+            return f"built with {key.backend} {key.backend_version}, here {backend.version()}"
+        return self._weights_objection(engine)
+
+    def _environment_objection(self, built: Environment) -> str | None:
+        fitting = [self.here, self.here.for_data()]
+        if self.here.device_type == "cpu" and self.here.can_be_portable:
+            fitting.append(self.here.portable())
+        if built in fitting:
+            return None
+        if built.is_portable and not self.here.can_be_portable:
+            return f"built for x86-64-v3 CPUs, this machine has {self.here.cpu_isa}"
+        asked = self.here.portable() if built.is_portable and self.here.can_be_portable else self.here
+        return asked.difference(built)
+
+    def _weights_objection(self, engine: SharedEngine) -> str | None:
+        weights = WeightsDigest(self.module)
+        try:
+            if not engine.record.is_for(weights):
+                return "it holds weights, and those of other ones"
+            if not engine.record.is_for(weights, measured=True):
+                return "it is lossy, and its effect on the outputs was measured with other weights"
+        except CandidateError as error:
+            return str(error)
+        return None
+
+
+def explain_remote(target: Target, remote: Remote, *, revision: str | None = None) -> str:
+    """What a remote has for a pipeline, in words; where that is nothing, how the pipelines that it has differ.
+
+    Raises:
+        RemoteError: if the remote fails.
+    """
+    found = look_up(target, remote, revision=revision)
+    if not found.reason:
+        return "\n".join([found.summary(), *_details(target, found)])
+    at = found.commit or revision
+    paths = [path for path in remote.names(_RECORDS, revision=at) if path.endswith(".json")]
+    records = [_other(remote, path, at) for path in paths[:_MAX_OTHERS]]
+    lines = _nearest(target, [record for record in records if record is not None])
+    more = [f"  and {len(paths) - _MAX_OTHERS} more, which were not read"] if len(paths) > _MAX_OTHERS else []
+    return "\n".join([found.summary(), *(f"  {line}" for line in lines or ["it has none at all"]), *more])
+
+
+def _details(target: Target, found: Lookup) -> Iterator[str]:
+    fit = {engine.key for finding in found.findings for engine in finding.engines}
+    for finding in found.findings:
+        module = target.module(finding.path)
+        if module is None:
+            continue
+        check = _Fit(target=target, module=module, here=target.environment(module))
+        for engine in (*finding.engines, *finding.elsewhere):
+            word = "fits" if engine.key in fit else check.objection(engine)
+            yield f"    {finding.path or 'the model'}: {engine.key.backend} for {engine.key.environment.tag}: {word}"
+
+
+def _other(remote: Remote, path: str, revision: str | None) -> PipelineRecord | None:
+    data = remote.read(path, revision=revision, max_bytes=MAX_JSON_BYTES).data
+    try:
+        return None if data is None else PipelineRecord.from_bytes(PurePosixPath(path).stem, data)
+    except CorruptEntryError:
+        return None
+
+
+def _nearest(target: Target, others: Sequence[PipelineRecord]) -> list[str]:
+    """How a pipeline differs from others by component, the most similar first."""
+    mine = target.root_hashes
+    lines: list[tuple[int, str]] = []
+    for other in others:
+        roots = other.roots
+        groups = {
+            "equal": [path for path in mine if roots.get(path) == mine[path]],
+            "of another structure": [path for path in mine if path in roots and roots[path] != mine[path]],
+            "only here": sorted(set(mine) - set(roots)),
+            "only there": sorted(set(roots) - set(mine)),
+        }
+        parts = [
+            f"{word}: {', '.join(path or 'the model' for path in found)}" for word, found in groups.items() if found
+        ]
+        lines.append((-len(groups["equal"]), f"{other.pipeline} {other.pipeline_hash[:12]}: {'; '.join(parts)}"))
+    return [line for _, line in sorted(lines)]
