@@ -147,7 +147,11 @@ class Environment:
     @property
     def is_data(self) -> bool:
         """Whether this is the environment of artefacts that are data, see :meth:`for_data`."""
-        return self.torch == _ANY
+        return self.torch == self.arch == _ANY
+
+    def for_plans(self) -> Environment:
+        """The environment of engines that run without torch, such as TensorRT's plans: any machine with such a GPU."""
+        return Environment(device_type=self.device_type, arch=self.arch, os=self.os, torch=_ANY, sm=self.sm)
 
     def for_data(self) -> Environment:
         """The environment of artefacts that are data, such as an ONNX file: any machine with such a device."""
@@ -157,14 +161,15 @@ class Environment:
     def tag(self) -> str:
         """The directory name of this environment.
 
-        For example ``torch2.13-cpu-avx512-x86_64-linux``, ``torch2.11-cu130-sm90-x86_64-linux`` and ``data-cpu``.
+        For example ``torch2.13-cpu-avx512-x86_64-linux``, ``torch2.11-cu130-sm90-x86_64-linux``, ``cuda-sm89-x86_64-linux``
+        (:meth:`for_plans`) and ``data-cpu``.
 
         It shows torch's major.minor, the device, the ISA or ``sm`` level, architecture and OS. Everything
         else (patch version, CPU extensions, libc) is a factor of the key without being part of the name.
         """
         if self.is_data:
             return f"data-{self.device_type}"
-        torch = "torch" + ".".join(self.torch.split(".")[:2])
+        torch = None if self.torch == _ANY else "torch" + ".".join(self.torch.split(".")[:2])
         if self.device_type == "cpu":
             middle = ["cpu", self.cpu_isa]
         elif self.cuda is not None:
