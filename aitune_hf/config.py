@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from aitune_hf.errors import ConfigError
+from aitune_hf.quality import QualityBudget
+from aitune_hf.strategy import FirstWorking, LatencyBudget, MaxThroughput, OneBackend, TuneStrategy
 
 if TYPE_CHECKING:
     from aitune_hf.backends.base import Backend
     from aitune_hf.graph.dynamic_shapes import DynamicShapes
 
-__all__ = ["Granularity", "Mode", "Strategy", "Tolerance", "TuneConfig"]
+__all__ = ["Effort", "Granularity", "Mode", "Precision", "StrategyName", "Tolerance", "TuneConfig"]
 
-Strategy = Literal["max_throughput", "first_working"]
+StrategyName = Literal["max_throughput", "latency_budget", "first_working", "one_backend"]
+Effort = Literal["fast", "balanced", "max"]
+Precision = Literal["strict", "relaxed"]
 Granularity = Literal["auto", "whole", "blocks"]
 Mode = Literal["eager", "deferred", "inspect"]
 
@@ -41,8 +45,18 @@ class TuneConfig:
     Attributes:
         cache_dir: folder of the engine cache; None is ``$AITUNE_HF_CACHE``, else ``$HF_HOME/aitune``.
         backends: names or :class:`~aitune_hf.backends.Backend` objects to try, in this order; None is all available.
-        strategy: ``"max_throughput"`` takes the fastest right engine if it beats eager; ``"first_working"`` takes the
-            first that is right and times nothing.
+        strategy: a :class:`~aitune_hf.strategy.TuneStrategy` or its name: ``"max_throughput"`` takes the fastest right
+            engine if it beats eager; ``"latency_budget"`` stops at the first that meets ``latency_budget_ms``;
+            ``"first_working"`` takes the first that is right and times nothing; ``"one_backend"`` takes that of the one
+            backend in ``backends``, or fails.
+        latency_budget_ms: for ``"latency_budget"``: what one call of a module may take.
+        effort: ``"fast"`` tries the plainest recipe or so of each backend, ``"balanced"`` what usually pays, ``"max"`` all
+            of them, and measures a range of batch sizes.
+        precision: ``"strict"`` tries only what differs from eager by rounding; ``"relaxed"`` lossy recipes too, such as
+            bf16 or int8, within ``quality``.
+        quality: what the pipeline's final outputs must keep to where precision is relaxed.
+        batch_sizes: batch sizes at which a graph whose batch varies is timed, so that eager answers those at which it
+            is faster; None is 1, 2, 4 and 8 with ``effort="max"``, else none.
         tolerance: replaces the per-dtype tolerance of the correctness check.
         min_speedup: an engine wins only if eager takes at least this many times as long.
         mode: ``"eager"`` tunes a module after ``min_samples`` calls, ``"deferred"`` at an explicit mark,
@@ -62,16 +76,25 @@ class TuneConfig:
         dry_run: go through all steps without building; for trying a configuration out.
         dry_run_failure_probability: how often a dry run pretends that a module fails, 0 to 1.
         time_budget_s: start no further build after this many seconds; None is no limit.
+        candidate_timeout_s: end the build of one candidate after this many seconds; None is no limit. Only builds in a
+            child process can be ended (``Backend.isolated``), those in this process run to their end.
         timing_pairs: pairs of timed runs per candidate and shape.
         portable: build CPU engines for every x86-64-v3 CPU (AVX2) instead of this very one, to share them between machines.
         max_cache_bytes: after a build, remove the engines unused the longest beyond this many bytes; None is no limit.
         max_sample_bytes: recorded tensors beyond this many bytes per graph go to a temporary file.
         progress: show progress bars.
+        debug: raise what only a fault of this package (or of a third party's backend) can raise, instead of logging it
+            with its traceback and leaving the module eager.
     """
 
     cache_dir: Path | None = None
     backends: tuple[str | Backend, ...] | None = None
-    strategy: Strategy = "max_throughput"
+    strategy: TuneStrategy | StrategyName = "max_throughput"
+    latency_budget_ms: float | None = None
+    effort: Effort = "balanced"
+    precision: Precision = "strict"
+    quality: QualityBudget | None = None
+    batch_sizes: tuple[int, ...] | None = None
     tolerance: Tolerance | None = None
     min_speedup: float = 1.02
     mode: Mode = "eager"
@@ -88,22 +111,52 @@ class TuneConfig:
     dry_run: bool = False
     dry_run_failure_probability: float = 0.0
     time_budget_s: float | None = None
+    candidate_timeout_s: float | None = None
     timing_pairs: int = 15
     portable: bool = False
     max_cache_bytes: int | None = None
     max_sample_bytes: int = 1 << 30
     progress: bool = True
+    debug: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.cache_dir, str):
             object.__setattr__(self, "cache_dir", Path(self.cache_dir).expanduser())
-        for name in ("backends", "skip_modules", "patch_exclude"):
+        for name in ("backends", "skip_modules", "patch_exclude", "batch_sizes"):
             value = getattr(self, name)
             if isinstance(value, str):
-                raise ConfigError(f"{name} takes a list of names, got the string {value!r}")
+                raise ConfigError(f"{name} takes a list, got the string {value!r}")
             if value is not None:
                 object.__setattr__(self, name, tuple(value))
         self._check()
+        self.chosen_strategy  # noqa: B018 - a strategy that lacks something is an error at once.
+
+    @property
+    def chosen_strategy(self) -> TuneStrategy:
+        """The strategy as an object.
+
+        Raises:
+            ConfigError: if its name alone does not say enough.
+        """
+        if not isinstance(self.strategy, str):
+            return self.strategy
+        if self.strategy == "latency_budget":
+            if self.latency_budget_ms is None:
+                raise ConfigError("strategy='latency_budget' needs latency_budget_ms, or give LatencyBudget(...)")
+            return LatencyBudget(latency_budget_ms=self.latency_budget_ms)
+        if self.strategy == "one_backend" and len(self.backends or ()) != 1:
+            raise ConfigError(
+                "strategy='one_backend' needs exactly one name in backends, or give OneBackend(backend=...)"
+            )
+        kinds: dict[str, type[TuneStrategy]] = {kind.name: kind for kind in (MaxThroughput, FirstWorking, OneBackend)}
+        return kinds[self.strategy]()
+
+    @property
+    def swept_batch_sizes(self) -> tuple[int, ...]:
+        """Batch sizes at which graphs whose batch varies are timed."""
+        if self.batch_sizes is not None:
+            return self.batch_sizes
+        return (1, 2, 4, 8) if self.effort == "max" else ()
 
     def _check(self) -> None:
         problems = [
@@ -113,8 +166,26 @@ class TuneConfig:
                 f"granularity must be one of {get_args(Granularity)}, got {self.granularity!r}",
             ),
             (
-                self.strategy not in get_args(Strategy),
-                f"strategy must be one of {get_args(Strategy)}, got {self.strategy!r}",
+                not isinstance(self.strategy, TuneStrategy) and self.strategy not in get_args(StrategyName),
+                f"strategy must be a TuneStrategy or one of {get_args(StrategyName)}, got {self.strategy!r}",
+            ),
+            (self.effort not in get_args(Effort), f"effort must be one of {get_args(Effort)}, got {self.effort!r}"),
+            (
+                self.precision not in get_args(Precision),
+                f"precision must be one of {get_args(Precision)}, got {self.precision!r}",
+            ),
+            (
+                self.precision == "relaxed" and self.quality is None,
+                "precision='relaxed' needs a budget, such as quality=QualityBudget(metric='cosine', least=0.999): "
+                "without one nothing says how far the outputs may be from eager's",
+            ),
+            (
+                self.candidate_timeout_s is not None and self.candidate_timeout_s <= 0,
+                f"candidate_timeout_s must be more than 0, got {self.candidate_timeout_s}",
+            ),
+            (
+                any(not isinstance(size, int) or size < 1 for size in self.batch_sizes or ()),
+                f"batch_sizes must be whole numbers of at least 1, got {self.batch_sizes}",
             ),
             (self.min_samples < 1, f"min_samples must be at least 1, got {self.min_samples}"),
             (self.min_speedup < 1.0, f"min_speedup must be at least 1.0, got {self.min_speedup}"),
@@ -163,9 +234,11 @@ def _parse(variable: str, text: str, kind: str) -> Any:
             return int(text)
         if kind.startswith("float"):
             return float(text)
+        if kind.startswith("tuple[int"):
+            return tuple(int(part) for part in text.split(",") if part.strip())
         if kind.startswith("tuple"):
             return tuple(part.strip() for part in text.split(",") if part.strip())
-        if kind.startswith(("Path", "Mode", "Strategy", "Granularity", "str")):
+        if kind.startswith(("Path", "Mode", "TuneStrategy", "Effort", "Precision", "Granularity", "str")):
             return text
     except (KeyError, ValueError):
         pass

@@ -22,6 +22,7 @@ ROOT = PACKAGE.name
 # From the bottom up. Parts in one row do not see each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
+    ("quality", "strategy"),
     ("config",),
     ("graph",),
     ("backends", "cache"),
@@ -43,13 +44,14 @@ VIEWS: dict[str, tuple[str, ...]] = {
     "graph": ("errors",),
     # The last: what `jit.enable` hands out, imported when it is asked for.
     "jit": ("errors", "config", "graph", "cache", "backends.base", "tuning.enable"),
-    "pipeline": ("model", *(part for row in LAYERS[:8] for part in row)),
-    "model": ("pipeline", *(part for row in LAYERS[:8] for part in row)),
+    "pipeline": ("model", *(part for row in LAYERS[:9] for part in row)),
+    "model": ("pipeline", *(part for row in LAYERS[:9] for part in row)),
 }
 
 # Who may import a library at all.
 OWNERS: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("hub",),
+    "cryptography": ("hub",),
     "diffusers": ("integrations",),
     "transformers": ("integrations",),
     "accelerate": ("integrations",),

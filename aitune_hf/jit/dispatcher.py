@@ -12,7 +12,6 @@ from torch import nn
 
 from aitune_hf.backends.base import Engine, WeightsPolicy
 from aitune_hf.config import Tolerance
-from aitune_hf.errors import EngineLoadError
 from aitune_hf.graph.call_key import call_key
 from aitune_hf.graph.forward_signature import ForwardSignature
 from aitune_hf.graph.graph_spec import GraphSpec
@@ -20,7 +19,7 @@ from aitune_hf.graph.shape_envelope import ShapeEnvelope
 from aitune_hf.graph.structure import flatten, unflattener
 from aitune_hf.graph.torch_state import interceptor_active
 from aitune_hf.jit.call_plan import Plan, gather_order
-from aitune_hf.jit.comparison import compare_outputs
+from aitune_hf.jit.comparison import compare_loosely, compare_outputs
 from aitune_hf.jit.guards import ModuleGuard
 from aitune_hf.jit.recorder import bind_call
 
@@ -45,7 +44,10 @@ class InstalledEngine:
         failed: why it must not be used any more.
         load_s: seconds it took to load.
         on_wrong: told when its first call is not eager's answer; takes it out of the cache.
+        on_right: told when it is.
         weights: how the engine gets its weights; one that holds a copy is told of in-place edits too.
+        lossy: its outputs differ from eager's by design.
+        eager_at: sizes at which eager is faster: input, axis → sizes.
     """
 
     graph: GraphSpec
@@ -57,12 +59,28 @@ class InstalledEngine:
     failed: str | None = None
     load_s: float = 0.0
     on_wrong: Callable[[str], object] = field(default=lambda reason: None, repr=False)
+    on_right: Callable[[], object] = field(default=lambda: None, repr=False)
     weights: WeightsPolicy = "bound"
+    lossy: bool = False
+    eager_at: Mapping[tuple[int, int], frozenset[int]] = field(default_factory=dict)
     rebuild: Callable[[Sequence[Any]], Any] = field(init=False, repr=False)
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
         self.rebuild = unflattener(self.graph.output_spec.node)
+
+    def problem_with(self, ours: Sequence[torch.Tensor], eager: Sequence[torch.Tensor]) -> str | None:
+        """What is wrong with its outputs, or None."""
+        if self.lossy:
+            return compare_loosely(ours, eager)[2]
+        return compare_outputs(ours, eager, self.tolerance)[1]
+
+    def reason_for_eager(self, shapes: Sequence[Sequence[int]]) -> str | None:
+        """Why eager answers at these shapes, although the engine takes them; None if it does not."""
+        for (index, axis), sizes in self.eager_at.items():
+            if shapes[index][axis] in sizes:
+                return f"eager was faster at size {shapes[index][axis]} of axis {axis}"
+        return None
 
 
 class Dispatcher:
@@ -192,8 +210,6 @@ class Dispatcher:
             self._guard.accept_weights()  # Before they are read: what moves meanwhile is seen at the next call.
             for installed in self.engines:
                 try:
-                    if installed.weights == "baked":
-                        raise EngineLoadError("they are part of the engine; tune again to use the new ones")
                     installed.engine.rebind()
                 except Exception as error:  # noqa: BLE001 - see call().
                     installed.failed = f"{_WEIGHTS}: {error}"
@@ -220,7 +236,7 @@ class Dispatcher:
             try:
                 with torch.no_grad():
                     ours = list(installed.engine(inputs))
-                _, problem = compare_outputs(ours, expected, installed.tolerance)
+                problem = installed.problem_with(ours, expected)
                 if problem is None and node != installed.graph.output_spec.node:
                     problem = "the structure of the output is not eager's"
             except Exception as error:  # noqa: BLE001 - see call().
@@ -231,6 +247,7 @@ class Dispatcher:
             else:
                 installed.rebuild = unflattener(node)  # With eager's own classes.
                 installed.trusted = True
+                installed.on_right()
         return output
 
     def _plan(
@@ -272,6 +289,9 @@ class Dispatcher:
         for installed in candidates:
             mismatch = installed.envelope.mismatch(shapes, [str(place) for place in places]) or ""
             if not mismatch:
+                slower = installed.reason_for_eager(shapes)
+                if slower:
+                    return Plan(None, slower)
                 gather = gather_order(self._signature, args, kwargs, places)
                 return _plan_for(installed, call.leaves, gather, len(tensors))
         return Plan(None, f"outside the verified shapes: {mismatch}")

@@ -7,7 +7,7 @@ import random
 import time
 from typing import TYPE_CHECKING
 
-from aitune_hf.errors import UntunableError
+from aitune_hf.errors import AITuneError, UntunableError
 from aitune_hf.graph.torch_state import interceptor_active
 from aitune_hf.jit.forward_proxy import ForwardProxy
 from aitune_hf.jit.forward_seat import foreign_forward
@@ -137,7 +137,9 @@ def tune(patched: PatchedModule) -> None:
                 raise UntunableError(problem)
             with pristine(patched.module), preserved(patched.module), neutral():
                 engines, reasons = patched._tune(build_strategy(session))
-        except Exception as error:  # noqa: BLE001 - whatever a candidate raises, the module stays eager.
+        except Exception as error:  # noqa: BLE001 - whatever happens, the module stays eager; what should not is reported.
+            if not isinstance(error, AITuneError):
+                _report_fault(patched, error)
             patched._log_tuning_exception(error)
             patched._extra_state_info = patched.reasons["module"] = first_line(error)
             patched._update_state(ModuleState.EAGER)
@@ -151,6 +153,18 @@ def tune(patched: PatchedModule) -> None:
             patched._install(engines, reasons)
         finally:
             patched.recorder.clear_samples()
+
+
+def _report_fault(patched: PatchedModule, error: Exception) -> None:
+    """What is none of our own errors is a fault of this package, since whatever a candidate raises is one of them.
+
+    The module stays eager and the pipeline usable; but it must be seen.
+    """
+    logger.error("%s: tuning failed in a way it should not; please report this", patched.label, exc_info=error)
+    if patched.session.config.debug:
+        patched._extra_state_info = patched.reasons["module"] = first_line(error)
+        patched._update_state(ModuleState.EAGER)
+        raise error
 
 
 def tune_blocks(patched: PatchedModule) -> bool:

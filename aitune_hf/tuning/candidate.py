@@ -23,6 +23,7 @@ from aitune_hf.graph.shape_envelope import ShapeEnvelope
 from aitune_hf.jit.dispatcher import InstalledEngine
 from aitune_hf.jit.statistics import ModuleStats
 from aitune_hf.tuning.axes import Axes, axes_to_json, example_for
+from aitune_hf.tuning.baked import BakedEngine, WeightsDigest
 from aitune_hf.version import __version__
 
 if TYPE_CHECKING:
@@ -44,12 +45,17 @@ class Subject:
     environment: Environment
     device: torch.device
     stats: ModuleStats
+    weights: WeightsDigest
 
 
 def engine_key(
     subject: Subject, graph: GraphSpec, shapes: Shapes, backend: Backend, axes: Axes, recipe: Recipe
 ) -> EngineKey:
-    """The cache key of one candidate. Sizes take part as far as the engine is bound to them."""
+    """The cache key of one candidate. Sizes take part as far as the engine is bound to them.
+
+    Raises:
+        EngineLoadError: if the engine is to hold the weights, and they cannot be read.
+    """
     environment = subject.environment if backend.native else subject.environment.for_data()
     is_static = not any(axis for row in axes for axis in row)
     fixed = [
@@ -63,6 +69,7 @@ def engine_key(
         backend=backend.name,
         backend_version=backend.version(),
         options={**recipe.options, "axes": None if is_static else axes_to_json(axes), "shapes": fixed},
+        weights_digest=subject.weights.digest() if recipe.weights == "baked" else None,
     )
 
 
@@ -163,6 +170,7 @@ def build_candidate(
                 "backend": dict(result.engine),
                 "envelope": result.envelope.to_dict(),
                 "weights": recipe.weights,
+                "lossy": recipe.lossy,
             },
             provenance={"aitune_hf": __version__, "build_seconds": round(seconds, 3), "path": subject.path},
         )
@@ -185,6 +193,8 @@ def load_engine(
         EngineLoadError: if it is not there any more or does not load.
     """
     start = time.perf_counter()
+    if key.weights_digest is not None and key.weights_digest != subject.weights.digest():
+        raise EngineLoadError(f"the {key.backend} engine of {subject.path} holds other weights than the module has now")
     with tempfile.TemporaryDirectory(prefix="aitune-load-") as folder:
         entry = store.checkout(key, Path(folder) / "entry")
         if isinstance(entry, Miss):
@@ -200,6 +210,8 @@ def load_engine(
         )
         try:
             engine = backend.load(request)
+            if key.weights_digest is not None:
+                engine = BakedEngine(engine, subject.weights, key.weights_digest)
         except CandidateError:
             raise
         except Exception as error:
@@ -212,6 +224,7 @@ def load_engine(
         engine=engine,
         backend=backend.name,
         weights=engine_data["weights"],
+        lossy=bool(engine_data.get("lossy")),
         on_wrong=lambda reason: _evict(store, entry, reason),
     )
     seconds = time.perf_counter() - start

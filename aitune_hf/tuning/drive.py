@@ -16,7 +16,7 @@ from torch import nn
 from aitune_hf.backends.registry import get_backend, known_backends
 from aitune_hf.cache import LocalStore, canonical_json, default_cache_dir
 from aitune_hf.config import TuneConfig
-from aitune_hf.errors import AITuneError, SampleError
+from aitune_hf.errors import AITuneError, SampleError, UntunableError
 from aitune_hf.graph.hierarchy_hash import hierarchy_hash
 from aitune_hf.jit.hierarchy import walk
 from aitune_hf.jit.module_report import parameter_count
@@ -26,10 +26,14 @@ from aitune_hf.jit.patcher import Patcher, patched_modules, patched_of, unpatch_
 from aitune_hf.jit.preserved import preserved
 from aitune_hf.jit.session import TuningSession, use_session
 from aitune_hf.jit.statistics import TuningStats
+from aitune_hf.strategy import OneBackend
+from aitune_hf.tuning.output_metrics import kept_output
+from aitune_hf.tuning.quality_gate import QualityOutcome, hold_to_budget
 from aitune_hf.tuning.ranks import Rank, agreed, local_module, shared_out, spread_over_processes
 from aitune_hf.tuning.report import TuningReport
 from aitune_hf.tuning.summary import summarize
 from aitune_hf.tuning.tuner import EngineTuner
+from aitune_hf.tuning.unverified import read_unverified_modules
 
 __all__ = ["make_tuner", "restore_modules", "stats_of", "tune_modules"]
 
@@ -39,11 +43,19 @@ MAX_PASSES = 4
 
 
 def make_tuner(config: TuneConfig) -> EngineTuner:
-    """A tuner over the local cache with the backends the configuration names."""
+    """A tuner over the local cache with the backends the configuration names.
+
+    Raises:
+        ConfigError: if one of them does not exist.
+    """
     if config.backends is None:
         backends = known_backends()
     else:
         backends = [get_backend(item) if isinstance(item, str) else item for item in config.backends]
+    strategy = config.chosen_strategy
+    if isinstance(strategy, OneBackend) and strategy.backend is not None:
+        wanted = [backend for backend in backends if backend.name == strategy.backend]
+        backends = wanted or [get_backend(strategy.backend)]
     store = LocalStore(config.cache_dir or default_cache_dir(os.environ), config.max_cache_bytes)
     return EngineTuner(store, backends, config)
 
@@ -66,6 +78,7 @@ def tune_modules(
 
     Raises:
         SampleError: if there is no sample, or the target raises on one; nothing is changed then.
+        UntunableError: if the strategy asks for one backend, and it has no engine for the target.
     """
     if not samples:
         raise SampleError("tune needs at least one sample: a prompt, a dict of call arguments, or a callable")
@@ -82,7 +95,7 @@ def tune_modules(
             undo.callback(unpatch_tree, root)
         with use_session(session):
             Patcher(session).patch_all(roots.items())
-            _record(session, tuner, drive, samples, roots)
+            eager = _record(session, tuner, drive, samples)
             session.replaying = False
             if not session.heads:
                 raise SampleError(f"the samples called none of the modules {', '.join(roots)}; nothing can be tuned")
@@ -90,7 +103,10 @@ def tune_modules(
                 if tuner.rank.count > 1:
                     _agree_on_times(session, tuner, roots)
                 _tune_heads(session, tuner.rank)
-            report = summarize(session, tuner, len(samples), start)
+                if isinstance(config.chosen_strategy, OneBackend):
+                    _require_engines(session, tuner)
+            quality = _hold_quality(session, tuner, drive, samples, eager)
+            report = summarize(session, tuner, len(samples), start, quality)
         _settle(roots)
         _remember(roots, tuner)
         undo.pop_all()
@@ -102,23 +118,61 @@ def _record(
     tuner: EngineTuner,
     drive: Callable[[Any], object],
     samples: Sequence[Any],
-    roots: Mapping[str, nn.Module],
-) -> None:
+) -> list[Any]:
+    """Run all samples until everything is recorded that can be.
+
+    Returns:
+        Eager's outputs, as far as the quality budget needs them.
+    """
+    budget = session.config.quality
     for _ in range(MAX_PASSES):
         start = time.perf_counter()
+        outputs: list[Any] = []
         with tuner.progress.phase("recording", len(samples), "sample") as bar:
             for index, sample in enumerate(samples):
-                _run_sample(drive, sample, index)
+                output = _run_sample(drive, sample, index)
+                if budget is not None:
+                    outputs.append(kept_output(output, budget))
                 bar.update()
         logger.debug("recorded %d samples in %.2f s", len(samples), time.perf_counter() - start)
         if not _record_deeper(session):
-            return
+            break
+    return outputs
 
 
-def _run_sample(drive: Callable[[Any], object], sample: Any, index: int) -> None:
+def _hold_quality(
+    session: TuningSession,
+    tuner: EngineTuner,
+    drive: Callable[[Any], object],
+    samples: Sequence[Any],
+    eager: Sequence[Any],
+) -> QualityOutcome | None:
+    budget = session.config.quality
+    if budget is None or not tuner.lossy:
+        return None
+    session.replaying = True  # What is still being recorded must not be tuned in the middle of this.
+    try:
+        return hold_to_budget(tuner.lossy, budget, drive, samples, eager, tuner.book, tuner.progress)
+    finally:
+        session.replaying = False
+
+
+def _require_engines(session: TuningSession, tuner: EngineTuner) -> None:
+    if any(patched.engines for patched in walk(session.heads)):
+        return
+    why = [f"{result.path}: {result.reason}" for result in tuner.results if result.reason]
+    why += [f"{head.label}: {head.reasons['module']}" for head in session.heads if head.reasons.get("module")]
+    name = tuner.backends[0].name
+    raise UntunableError(
+        f"the strategy asks for {name} alone, and {name} has no engine for this target. {'; '.join(why[:5])}. "
+        "Nothing was changed; choose another backend or strategy."
+    )
+
+
+def _run_sample(drive: Callable[[Any], object], sample: Any, index: int) -> object:
     try:
         with preserved():
-            drive(sample)
+            return drive(sample)
     except AITuneError:
         raise
     except Exception as error:
@@ -215,7 +269,7 @@ def restore_modules(roots: Mapping[str, nn.Module], config: TuneConfig) -> int:
     record = tuner.store.read_record(_record_name(roots, tuner))
     paths = record.get("modules") if record else None
     if not isinstance(paths, list):
-        return 0
+        paths = read_unverified_modules(tuner.store, roots)
     session = TuningSession(config, tuner)
     restored = 0
     for path, module in _paths(roots):

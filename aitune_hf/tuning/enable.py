@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from aitune_hf.config import TuneConfig
 from aitune_hf.jit.interception import intercepting
@@ -11,6 +13,8 @@ from aitune_hf.jit.session import TuningSession
 from aitune_hf.tuning.drive import make_tuner
 
 __all__ = ["enable"]
+
+logger = logging.getLogger("aitune_hf")
 
 
 @contextmanager
@@ -27,6 +31,11 @@ def enable(config: TuneConfig | None = None) -> Iterator[TuningSession]:
         The session, for ``print_hierarchy``, reports and history.
     """
     config = config or TuneConfig.from_env()
+    if config.precision == "relaxed":
+        logger.warning(
+            "precision='relaxed' needs samples to measure the outputs with; here only strict recipes are tried"
+        )
+        config = replace(config, precision="strict", quality=None)
     tuner = None if config.mode == "inspect" else make_tuner(config)
     with intercepting(config, tuner) as session:
         yield session

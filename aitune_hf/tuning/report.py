@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aitune_hf.jit.statistics import TuningStats
-from aitune_hf.tuning.results import CandidateResult, GraphResult
+from aitune_hf.tuning.quality_gate import QualityOutcome
+from aitune_hf.tuning.results import BatchTiming, CandidateResult, GraphResult
 
 __all__ = ["ModuleRow", "TuningReport"]
 
@@ -22,7 +23,7 @@ class ModuleRow:
 
     Attributes:
         share: of the recorded time, 0 to 1.
-        backend: what answers its calls now.
+        backend: what answers its calls now: a backend with its options, or ``eager``.
         speedup: eager / engine, median of paired runs; None where eager stays.
         seconds: to build or load the engine.
         source: ``built``, ``loaded`` or empty.
@@ -69,6 +70,7 @@ class TuningReport:
         seconds: of the whole call.
         engine_bytes: size of the engines in use; weights_bytes: size of the weights of the modules they run.
         cache_dir: the engine cache, or why it could not be written.
+        quality: with relaxed precision: what was measured on the outputs, and which lossy engines stayed.
     """
 
     rows: Sequence[ModuleRow]
@@ -79,6 +81,7 @@ class TuningReport:
     engine_bytes: int
     weights_bytes: int
     cache_dir: str
+    quality: QualityOutcome | None = None
 
     @property
     def builds(self) -> int:
@@ -107,8 +110,20 @@ class TuningReport:
             f"{self.weights_bytes / 1e6:.2f} MB, {self.seconds:.1f} s, cache: {self.cache_dir}"
         )
 
+    def candidates(self) -> str:
+        """Every candidate that was looked at, with what came of it and why, one a line."""
+        lines: list[str] = []
+        for result in self.results:
+            for one in result.candidates:
+                speed = f" {one.timing.speedup:.2f}x" if one.timing else ""
+                reason = f": {one.reason}" if one.reason else ""
+                lines.append(f"{result.path}: {one.label} {one.outcome}{speed}{reason}")
+                lines += [f"{result.path}:   {_batch_line(batch)}" for batch in one.batches]
+        return "\n".join(lines)
+
     def __str__(self) -> str:
-        return f"{self.table()}\n{self.summary()}"
+        quality = f"\n{self.quality}" if self.quality is not None else ""
+        return f"{self.table()}\n{self.summary()}{quality}"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -121,6 +136,7 @@ class TuningReport:
             "engine_bytes": self.engine_bytes,
             "weights_bytes": self.weights_bytes,
             "cache_dir": self.cache_dir,
+            "quality": asdict(self.quality) if self.quality is not None else None,
         }
 
     def save(self, path: str | Path) -> None:
@@ -130,4 +146,12 @@ class TuningReport:
 
 def backend_of(winner: CandidateResult | None) -> str:
     """What a table calls the answerer of a graph."""
-    return winner.backend if winner is not None else "eager"
+    return winner.label if winner is not None else "eager"
+
+
+def _batch_line(batch: BatchTiming) -> str:
+    timing = batch.timing
+    return (
+        f"batch {batch.batch_size}: eager {timing.eager_ms:.2f} ms, engine {timing.engine_ms:.2f} ms, {batch.answers} "
+        f"answers, {batch.items_per_second:.1f}/s"
+    )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from aitune_hf.graph.graph_spec import GraphSpec
 
-__all__ = ["CandidateResult", "GraphResult", "Timing"]
+__all__ = ["BatchTiming", "CandidateResult", "GraphResult", "Timing", "label_of"]
+
+#: Eager's own time, or the ratio, jumped about by more than this within one timing: something else was running.
+NOISY = 1.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +24,7 @@ class Timing:
         low, high: quartiles of the same.
         sure, at_most: ends of the 90 % confidence interval of the median.
         pairs: pairs timed.
+        slowest_ms: the engine's median latency at the shape that takes it the longest.
     """
 
     eager_ms: float
@@ -31,6 +35,7 @@ class Timing:
     sure: float
     at_most: float
     pairs: int
+    slowest_ms: float = 0.0
 
     def wins(self, min_speedup: float) -> bool:
         """True if the engine is surely faster than eager, and by at least ``min_speedup`` in the median."""
@@ -40,42 +45,111 @@ class Timing:
         """True if more pairs would not change :meth:`wins`, as far as the interval tells."""
         return self.wins(min_speedup) or self.speedup < 1.0 or self.at_most < min_speedup
 
+    @property
+    def uncertainty(self) -> float:
+        """Width of the 90 % interval, as a share of the speed-up."""
+        return (self.at_most - self.sure) / self.speedup
+
+    @property
+    def is_noisy(self) -> bool:
+        """True if half of the pairs are spread so widely that something else must have run meanwhile."""
+        return self.low > 0 and self.high / self.low > NOISY
+
+    def overlaps(self, other: Timing) -> bool:
+        """True if the intervals leave it open which of two engines is the faster one."""
+        return self.sure <= other.at_most and other.sure <= self.at_most
+
+
+def label_of(backend: str, options: Mapping[str, Any]) -> str:
+    """What a candidate is called: ``openvino``, or ``openvino[precision=bf16]``."""
+    if not options:
+        return backend
+    return f"{backend}[{', '.join(f'{name}={value}' for name, value in sorted(options.items()))}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchTiming:
+    """Eager and a winner at one batch size.
+
+    Attributes:
+        batch_size: in items, as the user counts them (rows of a doubled batch count once).
+        answers: ``"engine"``, or ``"eager"`` where that is faster by more than noise.
+    """
+
+    batch_size: int
+    timing: Timing
+    answers: str = "engine"
+
+    @property
+    def items_per_second(self) -> float:
+        """Throughput of who answers."""
+        milliseconds = self.timing.engine_ms if self.answers == "engine" else self.timing.eager_ms
+        return self.batch_size * 1e3 / milliseconds if milliseconds else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form."""
+        return {**asdict(self), "items_per_second": self.items_per_second}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> BatchTiming:
+        """Inverse of :meth:`to_dict`."""
+        timing = Timing(**data["timing"])
+        return cls(batch_size=data["batch_size"], timing=timing, answers=data["answers"])
+
 
 @dataclass(frozen=True, kw_only=True)
 class CandidateResult:
     """One backend with one set of options, tried on one graph.
 
     Attributes:
+        options: of the backend, as its recipe gave them.
+        weights: how such an engine gets its weights.
+        lossy: its outputs differ from eager's by design.
         outcome: ``won``, ``right`` (but another was faster), ``slower`` (than eager), ``unsure`` (faster or not: too
-            much noise to tell), ``wrong``, ``failed``, ``unavailable`` (on this machine) or ``skipped`` (time budget).
+            much noise to tell), ``wrong``, ``failed``, ``unavailable`` (on this machine), ``skipped`` (time budget),
+            ``untried`` (another one was good enough) or ``taken back`` (the quality budget).
         reason: why, for all but ``won``.
         structural: it failed because of what the module is, not because of speed or circumstances.
         max_error: largest absolute difference from eager over all checks.
+        similarity: smallest cosine similarity of an output to eager's; of lossy candidates only.
         engine: where it is in the cache.
         source: ``built`` in this process or ``loaded`` from a cache.
+        batches: its times at several batch sizes, where they were asked for.
     """
 
     backend: str
     outcome: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    weights: str = "bound"
+    lossy: bool = False
     reason: str = ""
     engine: str = ""
     source: str = ""
     structural: bool = False
     max_error: float | None = None
+    similarity: float | None = None
     build_s: float = 0.0
     load_s: float = 0.0
     artifact_bytes: int = 0
     timing: Timing | None = None
+    batches: Sequence[BatchTiming] = ()
+
+    @property
+    def label(self) -> str:
+        """Backend and options, for people."""
+        return label_of(self.backend, self.options)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
-        return asdict(self)
+        batches = [batch.to_dict() for batch in self.batches]
+        return {**asdict(replace(self, batches=())), "options": dict(self.options), "batches": batches}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> CandidateResult:
         """Inverse of :meth:`to_dict`."""
         timing = data.get("timing")
-        return cls(**{**data, "timing": Timing(**timing) if timing else None})
+        batches = tuple(BatchTiming.from_dict(batch) for batch in data.get("batches", ()))
+        return cls(**{**data, "timing": Timing(**timing) if timing else None, "batches": batches})
 
 
 @dataclass(kw_only=True)

@@ -34,9 +34,14 @@ def driver(target: Callable[..., Any], call_kwargs: Mapping[str, Any]) -> Callab
 
     A dict holds keyword arguments, a tuple ``(args, kwargs)`` a whole call, a callable drives the target itself;
     anything else is the target's first argument. ``call_kwargs`` are given to every call; the sample's own win.
+    Random generators among the arguments are as before afterwards, so that each run of a sample draws the same numbers.
     """
 
     def drive(sample: Any) -> object:
+        with generators_restored(sample, call_kwargs):
+            return run(sample)
+
+    def run(sample: Any) -> object:
         if callable(sample) and not isinstance(sample, torch.nn.Module):
             return sample(target)
         if isinstance(sample, tuple) and len(sample) == 2 and isinstance(sample[1], Mapping):

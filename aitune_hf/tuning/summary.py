@@ -10,18 +10,26 @@ from aitune_hf.jit.hierarchy import walk
 from aitune_hf.jit.patched_module import PatchedModule
 from aitune_hf.jit.session import TuningSession
 from aitune_hf.jit.statistics import TuningStats
+from aitune_hf.tuning.quality_gate import QualityOutcome
 from aitune_hf.tuning.report import ModuleRow, TuningReport
 from aitune_hf.tuning.tuner import EngineTuner
 
 __all__ = ["summarize"]
 
 
-def summarize(session: TuningSession, tuner: EngineTuner, samples: int, start: float) -> TuningReport:
+def summarize(
+    session: TuningSession,
+    tuner: EngineTuner,
+    samples: int,
+    start: float,
+    quality: QualityOutcome | None = None,
+) -> TuningReport:
     """The report of a session: modules at the top, and those below that were tuned by themselves.
 
     Args:
         samples: how many were recorded.
         start: ``time.perf_counter()`` when the tuning began.
+        quality: what relaxed precision came to.
     """
     modules = [patched for patched in walk(session.heads) if patched.level == 0 or patched.results]
     total = sum(head.recorder.seconds for head in session.heads) or 1.0
@@ -35,6 +43,7 @@ def summarize(session: TuningSession, tuner: EngineTuner, samples: int, start: f
         results=list(tuner.results),
         stats=TuningStats({patched.label: patched.stats for patched in modules}),
         samples=samples,
+        quality=quality,
         seconds=time.perf_counter() - start,
         engine_bytes=sum(sizes.values()),
         weights_bytes=sum(p.numel() * p.element_size() for p in weights.values()),
@@ -58,7 +67,7 @@ def _rows(patched: PatchedModule, total: float) -> list[ModuleRow]:
                 class_name=type(module).__name__,
                 parameters=parameters,
                 share=seconds / total,
-                backend=winner.backend if winner else "eager",
+                backend=winner.label if winner else "eager",
                 speedup=winner.timing.speedup if winner and winner.timing else None,
                 max_error=winner.max_error if winner else None,
                 seconds=(winner.build_s or winner.load_s) if winner else 0.0,

@@ -1,4 +1,4 @@
-"""Is an engine faster than eager? Paired runs in one process decide."""
+"""Which of several ways to run a graph is faster? Runs taken in turn, in one process, decide."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import torch
 
 from aitune_hf.tuning.results import Timing
 
-__all__ = ["paired_timing"]
+__all__ = ["Case", "Run", "interleaved_timing", "paired_timing", "run_off_timing"]
 
 Run = Callable[[], object]
 WARM_UP = 3
 MAX_EXTENSION = 4
+#: Two engines whose speeds are known better than this need no further rounds to choose between them.
+CLOSE_ENOUGH = 0.05
 
 
 def _timed(run: Run, device: torch.device) -> float:
@@ -35,23 +37,64 @@ def _timed(run: Run, device: torch.device) -> float:
 
 
 @dataclass
-class _Case:
-    """One shape: how often it is called, and the times measured so far, in milliseconds."""
+class Case:
+    """One shape: how often it is called, how to run it, and the times measured so far, in milliseconds.
+
+    Attributes:
+        weight: how often that shape is called.
+        runs: eager first, then the engines.
+    """
 
     weight: int
-    eager: Run
-    engine: Run
-    theirs: list[float] = field(default_factory=list)
-    ours: list[float] = field(default_factory=list)
+    runs: Sequence[Run]
+    times: list[list[float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.times = [[] for _ in self.runs]
 
     def warm_up(self) -> None:
+        """Run each a few times, untimed."""
         for _ in range(WARM_UP):
-            self.eager()
-            self.engine()
+            for run in self.runs:
+                run()
 
-    def add_pair(self, device: torch.device) -> None:
-        self.theirs.append(_timed(self.eager, device))
-        self.ours.append(_timed(self.engine, device))
+    def add_round(self, device: torch.device) -> None:
+        """Time each once, in turn."""
+        for run, times in zip(self.runs, self.times, strict=True):
+            times.append(_timed(run, device))
+
+
+def interleaved_timing(
+    cases: Sequence[Case],
+    rounds: int,
+    device: torch.device,
+    is_decided: Callable[[list[Timing]], bool],
+    on_round: Callable[[], object] = lambda: None,
+    max_seconds: float = 30.0,
+) -> list[Timing]:
+    """Time eager and engines in turn (A B C A B C …), after a warm-up of all.
+
+    Until ``is_decided`` by what was measured, up to four times as many rounds are run.
+
+    Args:
+        rounds: per shape.
+        max_seconds: stop early, but never under 5 rounds per shape, when it would take longer.
+
+    Returns:
+        For each engine, its times against eager's.
+    """
+    deadline = time.perf_counter() + max_seconds
+    for case in cases:
+        case.warm_up()
+    for count in range(rounds * MAX_EXTENSION):
+        if count >= 5 and time.perf_counter() > deadline:
+            break
+        if count >= rounds and (count - rounds) % 5 == 0 and is_decided(_timings(cases)):
+            break
+        for case in cases:
+            case.add_round(device)
+            on_round()
+    return _timings(cases)
 
 
 def paired_timing(
@@ -62,42 +105,64 @@ def paired_timing(
     on_pair: Callable[[], object] = lambda: None,
     max_seconds: float = 30.0,
 ) -> Timing:
-    """Time eager and engine in turn (A B A B …), after a warm-up of both.
-
-    While noise leaves it open whether the engine is faster than eager, up to four times as many pairs are run.
+    """Time one engine against eager, with more pairs while it is open whether it is faster.
 
     Args:
         cases: ``(weight, eager, engine)`` per shape; the weight is how often that shape is called.
         pairs: pairs per shape.
         min_speedup: what must be decided: is the speed-up at least this?
-        max_seconds: stop early, but never under 5 pairs per shape, when it would take longer.
+        max_seconds: as for :func:`interleaved_timing`.
     """
-    measured = [_Case(*case) for case in cases]
-    deadline = time.perf_counter() + max_seconds
-    for case in measured:
-        case.warm_up()
-    for count in range(pairs * MAX_EXTENSION):
-        if count >= 5 and time.perf_counter() > deadline:
-            break
-        if count >= pairs and (count - pairs) % 5 == 0 and _timing(measured).decides(min_speedup):
-            break
-        for case in measured:
-            case.add_pair(device)
-            on_pair()
-    return _timing(measured)
+    measured = [Case(weight, runs) for weight, *runs in cases]
+
+    def is_decided(found: list[Timing]) -> bool:
+        return found[0].decides(min_speedup)
+
+    (timing,) = interleaved_timing(measured, pairs, device, is_decided, on_pair, max_seconds)
+    return timing
 
 
-def _timing(cases: Sequence[_Case]) -> Timing:
+def run_off_timing(
+    cases: Sequence[tuple[int, Run, Run, Run]],
+    rounds: int,
+    device: torch.device,
+    on_round: Callable[[], object] = lambda: None,
+    max_seconds: float = 30.0,
+) -> tuple[Timing, Timing]:
+    """Time two engines and eager in turn, with more rounds while it is open which one is faster by what matters.
+
+    Args:
+        cases: ``(weight, eager, engine, other engine)`` per shape.
+        rounds: per shape.
+        max_seconds: as for :func:`interleaved_timing`.
+    """
+    measured = [Case(weight, runs) for weight, *runs in cases]
+
+    def is_decided(found: list[Timing]) -> bool:
+        one, other = found
+        return not one.overlaps(other) or max(one.uncertainty, other.uncertainty) < CLOSE_ENOUGH
+
+    one, other = interleaved_timing(measured, rounds, device, is_decided, on_round, max_seconds)
+    return one, other
+
+
+def _timings(cases: Sequence[Case]) -> list[Timing]:
+    return [_timing(cases, engine) for engine in range(1, len(cases[0].runs))]
+
+
+def _timing(cases: Sequence[Case], engine: int) -> Timing:
     total = sum(case.weight for case in cases) or 1
     ratios: list[tuple[float, float]] = []
-    eager_ms = engine_ms = 0.0
+    eager_ms = engine_ms = slowest_ms = 0.0
     for case in cases:
+        theirs, ours = case.times[0], case.times[engine]
         share = case.weight / total
-        eager_ms += share * statistics.median(case.theirs)
-        engine_ms += share * statistics.median(case.ours)
+        eager_ms += share * statistics.median(theirs)
+        engine_ms += share * statistics.median(ours)
+        slowest_ms = max(slowest_ms, statistics.median(ours))
         # Each shape counts for the time it takes, so its ratios weigh as much as eager spends on it.
-        heft = share * statistics.median(case.theirs) / len(case.theirs)
-        ratios += [(a / b, heft) for a, b in zip(case.theirs, case.ours, strict=True)]
+        heft = share * statistics.median(theirs) / len(theirs)
+        ratios += [(a / b, heft) for a, b in zip(theirs, ours, strict=True)]
     # By order statistics: the rank of the median is binomial, with a standard deviation of sqrt(n) / 2.
     margin = 1.645 / (2 * math.sqrt(len(ratios)))
     quantiles = (0.25, 0.5, 0.75, max(0.0, 0.5 - margin), min(1.0, 0.5 + margin))
@@ -111,6 +176,7 @@ def _timing(cases: Sequence[_Case]) -> Timing:
         sure=sure,
         at_most=at_most,
         pairs=len(ratios),
+        slowest_ms=slowest_ms,
     )
 
 

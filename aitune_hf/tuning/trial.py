@@ -1,34 +1,29 @@
-"""One candidate on one graph: built or loaded, checked, timed."""
+"""One candidate on one graph: built or found in the cache, loaded, and checked."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from aitune_hf.backends.base import Backend, Recipe
-from aitune_hf.cache import LocalStore
+from aitune_hf.backends.base import Backend, BuildRequest, BuildResult
+from aitune_hf.cache import EngineKey, LocalStore
 from aitune_hf.config import TuneConfig
 from aitune_hf.errors import CandidateError, CorrectnessError, EngineLoadError, GraphBreakException, UntunableError
 from aitune_hf.graph.sample_store import Sample
+from aitune_hf.graph.shape_envelope import ShapeEnvelope
 from aitune_hf.graph.structure import unflattener
-from aitune_hf.jit.dispatcher import Dispatcher, InstalledEngine
-from aitune_hf.jit.patched_module import PatchedModule
+from aitune_hf.jit.dispatcher import InstalledEngine
 from aitune_hf.jit.recorder import RecordedGraph
 from aitune_hf.tuning.axes import Axes
-from aitune_hf.tuning.candidate import Subject, build_candidate, load_engine
+from aitune_hf.tuning.candidate import Subject, build_candidate, build_here, load_engine
 from aitune_hf.tuning.correctness import EagerReference, check_engine
 from aitune_hf.tuning.progress import Progress
+from aitune_hf.tuning.recipes import Candidate
 from aitune_hf.tuning.results import CandidateResult, GraphResult
-from aitune_hf.tuning.timing import paired_timing
-from aitune_hf.tuning.verdict import EngineRecord
 
-__all__ = ["CandidateTrial", "Variant", "Work", "first_line"]
-
-#: Shapes of one graph that are timed.
-MAX_TIMED_SHAPES = 3
+__all__ = ["CandidateTrial", "Contender", "Variant", "Work", "first_line"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,70 +50,123 @@ class Variant:
         return any(axis for row in self.axes for axis in row)
 
 
+@dataclass(kw_only=True, eq=False)
+class Contender:
+    """A right candidate.
+
+    Attributes:
+        key: where its engine is in the cache.
+        envelope: the shapes that it takes.
+        result: what is known of it so far.
+        installed: its engine, while that is loaded.
+    """
+
+    candidate: Candidate
+    key: EngineKey
+    envelope: ShapeEnvelope
+    result: CandidateResult
+    installed: InstalledEngine | None
+
+    @property
+    def engine(self) -> InstalledEngine:
+        """Its engine, which must be loaded."""
+        assert self.installed is not None
+        return self.installed
+
+    def unload(self) -> None:
+        """Let go of the engine; it stays in the cache."""
+        if self.installed is not None:
+            self.installed.engine.close()
+        self.installed = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class CandidateTrial:
-    """Tries candidates by the rules of one configuration. ``deadline`` is in ``time.monotonic()`` seconds."""
+    """Tries candidates by the rules of one configuration.
+
+    Attributes:
+        deadline: in ``time.monotonic()`` seconds.
+        build: runs a backend's build, here or in a child process.
+    """
 
     store: LocalStore
     config: TuneConfig
     progress: Progress
     deadline: float | None
+    build: Callable[[Backend, BuildRequest], BuildResult] = build_here
 
     def run(
-        self, patched: PatchedModule, work: Work, backend: Backend, recipe: Recipe, variant: Variant
-    ) -> tuple[CandidateResult, tuple[EngineRecord, InstalledEngine] | None]:
-        """Build or load the candidate, check it and time it.
+        self, work: Work, candidate: Candidate, variant: Variant, place: str
+    ) -> tuple[CandidateResult, Contender | None]:
+        """Build the candidate or find it in the cache, load it and check it.
+
+        Args:
+            place: which of how many candidates it is, for the progress bar.
 
         Returns:
-            What came of it and, if it is right and beats eager, the engine.
+            What came of it and, if it is right, its engine.
         """
-        result = CandidateResult(backend=backend.name, outcome="failed")
-        unavailable = backend.available()
-        if unavailable:
-            return replace(result, outcome="unavailable", reason=unavailable), None
-        if self.deadline is not None and time.monotonic() > self.deadline:
+        result = candidate.result("failed")
+        if self.is_late():
             return replace(result, outcome="skipped", reason="the time budget was spent"), None
         installed: InstalledEngine | None = None
         try:
-            result, installed, record_key = self._build_and_load(work, backend, recipe, variant, result)
-            result = self._check(work, installed, result)
-            if self.config.strategy == "first_working":
-                result = replace(result, outcome="won")
-            else:
-                result = self._time(patched, work, installed, result)
-        except (CandidateError, GraphBreakException, UntunableError) as error:
+            contender = self._build_and_load(work, candidate, variant, result, place)
+            installed, result = contender.engine, contender.result
+            contender.result = self._check(work, contender, place)
+        except BaseException as error:
             if installed is not None:
                 installed.engine.close()
-            wrong = isinstance(error, CorrectnessError)
+            if not isinstance(error, (CandidateError, GraphBreakException, UntunableError)):
+                raise
             # Also where the whole is wrong: what is below it may be right.
             structural = not isinstance(error, EngineLoadError)
-            outcome = "wrong" if wrong else "failed"
+            outcome = "wrong" if isinstance(error, CorrectnessError) else "failed"
             return replace(result, outcome=outcome, reason=first_line(error), structural=structural), None
-        if result.outcome != "won":
-            installed.engine.close()
-            return result, None
-        installed.trusted = True
-        return result, (EngineRecord(key=record_key, envelope=installed.envelope, result=result), installed)
+        return contender.result, contender
+
+    def is_late(self) -> bool:
+        """True once the time budget is spent."""
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+    def load_again(self, work: Work, contender: Contender) -> InstalledEngine:
+        """Load the engine of a contender that was let go of.
+
+        Raises:
+            EngineLoadError: if it is not in the cache any more.
+        """
+        if contender.installed is None:
+            graph, backend = work.recorded.spec, contender.candidate.backend
+            installed, load_s, _ = load_engine(work.subject, graph, backend, contender.key, self.store)
+            contender.installed = self._fitted(work, installed, load_s)
+        return contender.installed
+
+    def _fitted(self, work: Work, installed: InstalledEngine, load_s: float) -> InstalledEngine:
+        installed.tolerance, installed.load_s = self.config.tolerance, load_s
+        store = work.recorded.samples
+        fitting = next((shapes for shapes in store.shapes() if installed.envelope.mismatch(shapes) is None), None)
+        if fitting is not None:  # With eager's own classes.
+            installed.rebuild = unflattener(store.first(fitting).output_node)
+        return installed
 
     def _build_and_load(
-        self, work: Work, backend: Backend, recipe: Recipe, variant: Variant, result: CandidateResult
-    ) -> tuple[CandidateResult, InstalledEngine, Any]:
+        self, work: Work, candidate: Candidate, variant: Variant, result: CandidateResult, place: str
+    ) -> Contender:
         subject, graph = work.subject, work.recorded.spec
-        what = f"{subject.path}: building with {backend.name}"
-        with self.progress.phase(what, None, "s"):
+        with self.progress.phase(f"{subject.path}: building {candidate.label} ({place})", None, "s"):
             entry, seconds, built = build_candidate(
                 subject,
                 graph,
                 variant.sample,
-                backend,
-                recipe,
+                candidate.backend,
+                candidate.recipe,
                 variant.axes,
                 self.store,
                 samples=work.recorded.samples,
                 captured=work.captured,
+                build=self.build,
             )
-        installed, load_s, size = load_engine(subject, graph, backend, entry.manifest.key, self.store)
-        installed.tolerance, installed.load_s = self.config.tolerance, load_s
+        installed, load_s, size = load_engine(subject, graph, candidate.backend, entry.manifest.key, self.store)
         if not built:
             subject.stats.loads += 1
         result = replace(
@@ -129,62 +177,25 @@ class CandidateTrial:
             load_s=load_s,
             artifact_bytes=size,
         )
-        return result, installed, entry.manifest.key
-
-    def _check(self, work: Work, installed: InstalledEngine, result: CandidateResult) -> CandidateResult:
-        start = time.perf_counter()
-        total = len(work.recorded.samples) + (0 if installed.envelope.is_static else 2)
-        with self.progress.phase(f"{work.subject.path}: checking {installed.backend}", total, "sample") as bar:
-            error = check_engine(installed, work.recorded.samples, work.reference, on_check=bar.update)
-        work.subject.stats.add_seconds("check", time.perf_counter() - start)
-        return replace(result, max_error=error)
-
-    def _time(
-        self, patched: PatchedModule, work: Work, installed: InstalledEngine, result: CandidateResult
-    ) -> CandidateResult:
-        start = time.perf_counter()
-        store = work.recorded.samples
-        fitting = [shapes for shapes in store.shapes() if installed.envelope.mismatch(shapes) is None]
-        installed.rebuild = unflattener(store.first(fitting[0]).output_node)
-        installed.trusted = True  # It has passed every check; an untrusted one would be checked again here.
-        dispatcher = Dispatcher(
-            work.subject.module, patched.signature, [installed], {}, lambda: None, lambda reason: None
+        installed = self._fitted(work, installed, load_s)
+        return Contender(
+            candidate=candidate,
+            key=entry.manifest.key,
+            envelope=installed.envelope,
+            result=result,
+            installed=installed,
         )
-        cases = []
-        for shapes in fitting[:MAX_TIMED_SHAPES]:
-            sample = store.first(shapes)
-            args, kwargs = patched.signature.unbind(sample.bound())
-            cases.append((store.counts[shapes], *_runners(work, dispatcher, sample, args, kwargs)))
-        total = self.config.timing_pairs * len(cases)
-        with self.progress.phase(f"{work.subject.path}: timing {installed.backend}", total, "pair") as bar:
-            least = self.config.min_speedup
-            timing = paired_timing(cases, self.config.timing_pairs, work.subject.device, least, bar.update)
-        installed.trusted = False
-        work.subject.stats.add_seconds("time", time.perf_counter() - start)
-        outcome, reason = "won", ""
-        if not timing.wins(least):
-            outcome = "slower" if timing.decides(least) else "unsure"
-            reason = f"{timing.speedup:.2f}x eager's speed, {least:.2f}x is needed"
-        if outcome == "unsure":
-            reason = f"{timing.speedup:.2f}x eager's speed, but too much noise to be sure ({timing.sure:.2f}x at least)"
-        return replace(result, outcome=outcome, reason=reason, timing=timing)
 
-
-def _runners(
-    work: Work, dispatcher: Dispatcher, sample: Sample, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Any]:
-    device_type = sample.inputs[0].device.type
-    module, forward = work.subject.module, work.subject.forward
-
-    def eager() -> object:
-        with torch.no_grad(), sample.context.enter(device_type):
-            return forward(*args, **kwargs)
-
-    def engine() -> object:
-        with torch.no_grad(), sample.context.enter(device_type):
-            return dispatcher.call(forward, module, args, kwargs)
-
-    return eager, engine
+    def _check(self, work: Work, contender: Contender, place: str) -> CandidateResult:
+        start, installed = time.perf_counter(), contender.engine
+        total = len(work.recorded.samples) + (0 if installed.envelope.is_static else 2)
+        what = f"{work.subject.path}: checking {contender.candidate.label} ({place})"
+        try:
+            with self.progress.phase(what, total, "sample") as bar:
+                found = check_engine(installed, work.recorded.samples, work.reference, on_check=bar.update)
+        finally:
+            work.subject.stats.add_seconds("check", time.perf_counter() - start)
+        return replace(contender.result, max_error=found.max_error, similarity=found.similarity)
 
 
 def first_line(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from aitune_hf.cache import EngineKey, Environment, LocalStore, canonical_json
 from aitune_hf.errors import AITuneError
 from aitune_hf.graph.graph_spec import GraphSpec
 from aitune_hf.graph.shape_envelope import ShapeEnvelope
+from aitune_hf.tuning.baked import WeightsDigest
 from aitune_hf.tuning.results import CandidateResult
 
 __all__ = [
@@ -27,16 +28,41 @@ __all__ = [
     "write_verdict",
 ]
 
-SCHEMA = 1
+#: 2: candidates carry their options; engines may be lossy, hold weights, or leave some batch sizes to eager.
+SCHEMA = 2
+#: Engines that one verdict remembers: engines that hold weights are one per set of weights.
+MAX_ENGINES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRecord:
-    """An engine that won: where it is in the cache, the shapes it takes, and how it did."""
+    """An engine that won: where it is in the cache, the shapes it takes, and how it did.
+
+    Attributes:
+        eager_at: ``[input, axis, size]`` of the batch sizes at which eager is faster and answers.
+        admitted: of a lossy engine: the ``metric``, its ``value`` on the whole pipeline, and the digest of the module's
+            ``weights`` with which that was measured.
+        strict: of a lossy engine: the best one that is not, for where the budget is not met.
+    """
 
     key: EngineKey
     envelope: ShapeEnvelope
     result: CandidateResult
+    eager_at: Sequence[tuple[int, int, int]] = ()
+    admitted: Mapping[str, Any] | None = None
+    strict: EngineRecord | None = None
+
+    def is_for(self, weights: WeightsDigest, *, measured: bool = False) -> bool:
+        """True unless it holds other weights than the module has now.
+
+        Args:
+            measured: a lossy engine must also have been measured on a whole pipeline with these very weights.
+        """
+        if self.key.weights_digest is not None and self.key.weights_digest != weights.digest():
+            return False
+        if measured and self.result.lossy:
+            return self.admitted is not None and self.admitted.get("weights") == weights.digest()
+        return True
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form."""
@@ -44,6 +70,9 @@ class EngineRecord:
             "key": self.key.to_dict(),
             "envelope": self.envelope.to_dict(),
             "result": self.result.to_dict(),
+            "eager_at": [list(place) for place in self.eager_at],
+            "admitted": dict(self.admitted) if self.admitted is not None else None,
+            "strict": self.strict.to_dict() if self.strict is not None else None,
         }
 
     @classmethod
@@ -53,6 +82,9 @@ class EngineRecord:
             key=EngineKey.from_dict(data["key"]),
             envelope=ShapeEnvelope.from_dict(data["envelope"]),
             result=CandidateResult.from_dict(data["result"]),
+            eager_at=tuple((int(index), int(axis), int(size)) for index, axis, size in data["eager_at"]),
+            admitted=data["admitted"],
+            strict=cls.from_dict(data["strict"]) if data["strict"] is not None else None,
         )
 
 
@@ -73,16 +105,35 @@ class Verdict:
     engines: list[EngineRecord] = field(default_factory=list)
     lost: list[dict[str, Any]] = field(default_factory=list)
 
-    def covering(self, shapes: Sequence[Any]) -> list[EngineRecord]:
-        """Engines, fewest first, that together take every combination of shapes; empty if they do not."""
+    def add(self, record: EngineRecord) -> None:
+        """Take note of an engine that won just now: it comes before those that won earlier."""
+        self.engines = [record, *(old for old in self.engines if old.key != record.key)][:MAX_ENGINES]
+
+    def remove(self, record: EngineRecord) -> None:
+        """Forget an engine."""
+        self.engines = [old for old in self.engines if old.key != record.key]
+
+    def forget_lost(self, shapes: Sequence[Any]) -> None:
+        """Forget that eager was kept for these combinations of shapes: they are decided anew."""
+        anew = [[list(shape) for shape in combination] for combination in shapes]
+        kept = [{**entry, "shapes": [one for one in entry["shapes"] if one not in anew]} for entry in self.lost]
+        self.lost = [entry for entry in kept if entry["shapes"]]
+
+    def covering(self, shapes: Sequence[Any], weights: WeightsDigest) -> list[EngineRecord]:
+        """Engines, fewest first, that together take every combination of shapes; empty if they do not.
+
+        Args:
+            weights: of the module; engines that hold others are passed over.
+        """
         chosen: list[EngineRecord] = []
         for combination in shapes:
             if any(record.envelope.mismatch(combination) is None for record in chosen):
                 continue
-            fitting = [record for record in self.engines if record.envelope.mismatch(combination) is None]
-            if not fitting:
+            fitting = (record for record in self.engines if record.envelope.mismatch(combination) is None)
+            found = next((record for record in fitting if record.is_for(weights)), None)
+            if found is None:
                 return []
-            chosen.append(fitting[0])
+            chosen.append(found)
         return chosen
 
     def to_dict(self) -> dict[str, Any]:

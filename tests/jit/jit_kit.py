@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from aitune_hf.backends.base import BuildRequest, BuildResult
+from aitune_hf.backends.base import BuildRequest, BuildResult, Recipe
 from aitune_hf.backends.testing import FakeBackend
 from aitune_hf.config import TuneConfig
 from aitune_hf.errors import BuildError, EngineLoadError
@@ -95,6 +96,27 @@ class Forgetful(FrozenBackend):
 
     def load(self, request: Any) -> Any:
         return FrozenEngine(request.module, request.engine)
+
+
+class BakingBackend(FrozenBackend):
+    """Its engines hold a copy of the weights they were built with."""
+
+    def recipes(self, device: torch.device) -> Sequence[Recipe]:
+        return [Recipe(weights="baked", effort="fast", cost=0.0)]
+
+    def build(self, request: BuildRequest) -> BuildResult:
+        result = super().build(request)
+        save_file(
+            {k: v.clone() for k, v in request.module.state_dict().items()}, request.workdir / "weights.safetensors"
+        )
+        return replace(result, files=[*result.files, "weights.safetensors"])
+
+    def load(self, request: Any) -> Any:
+        weights = load_file(request.folder / "weights.safetensors")
+        engine = super().load(request)
+        for name, tensor in (*engine.frozen.named_parameters(), *engine.frozen.named_buffers()):
+            tensor.data = weights[name]
+        return engine
 
 
 @dataclass

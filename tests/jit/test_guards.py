@@ -8,11 +8,12 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from jit_kit import Bench, Leaf, Net, assert_same, check, eager_twin, rows, state, stats
+from jit_kit import BakingBackend, Bench, Leaf, Net, assert_same, check, eager_twin, rows, state, stats, untune
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -243,23 +244,48 @@ def test_an_engine_that_holds_a_copy_is_told_of_edits_in_place(bench: Bench) -> 
     assert engine.rebinds == before + 1
 
 
-def test_an_engine_with_baked_weights_is_out_when_they_change(bench: Bench) -> None:
-    from aitune_hf.jit.patcher import patched_of
-
+def test_an_engine_with_baked_weights_is_out_while_they_are_others(tmp_path: Path) -> None:
     leaf = Leaf()
     twin = eager_twin(leaf)
-    bench.tune(leaf, rows())
-    one = patched_of(leaf)
-    assert one is not None
-    (installed,) = one.engines
-    installed.weights = "baked"
-    one._install([installed], {})
+    Bench(tmp_path, BakingBackend()).tune(leaf, rows())
     check(leaf, twin, rows(), engine=True)
+    before = {name: tensor.clone() for name, tensor in leaf.state_dict().items()}
     with torch.no_grad():
         leaf.linear.weight.mul_(2)
         twin.linear.weight.mul_(2)
     check(leaf, twin, rows(), engine=False)
+    check(leaf, twin, rows(), engine=False)
     assert any("part of the engine" in reason for reason in stats(leaf).eager_calls)
+    # Equal values are enough, wherever they lie.
+    leaf.load_state_dict(before)
+    twin.load_state_dict(before)
+    check(leaf, twin, rows(), engine=True)
+    leaf.linear.weight = torch.nn.Parameter(before["linear.weight"].clone(), requires_grad=False)
+    check(leaf, twin, rows(), engine=True)
+    with torch.no_grad():
+        leaf.shift.add_(1)
+        twin.shift.add_(1)
+    check(leaf, twin, rows(), engine=False)
+
+
+def test_an_engine_with_baked_weights_is_taken_over_for_these_weights_only(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, BakingBackend())
+    leaf = Leaf()
+    bench.tune(leaf, rows())
+    same, other = Leaf(), Leaf()
+    same.load_state_dict(leaf.state_dict())
+    twins = eager_twin(same), eager_twin(other)
+    bench.tune(same, rows())
+    assert bench.backend.builds == ["Leaf"]
+    bench.tune(other, rows())
+    assert bench.backend.builds == ["Leaf", "Leaf"]
+    # Each of the three has the engine that holds its weights, and the one verdict names both.
+    for one in (leaf, same, other):
+        untune(one)
+    for one, twin in zip((same, other), twins, strict=True):
+        bench.tune(one, rows())
+        check(one, twin, rows(), engine=True)
+    assert bench.backend.builds == ["Leaf", "Leaf"]
 
 
 def test_functional_call_uses_the_weights_it_is_given(bench: Bench) -> None:

@@ -1,0 +1,174 @@
+"""The candidates for one engine, tried one after the other, until the best right one is known.
+
+Two engines at most are loaded at a time: the best so far, and the one on trial. What loses is let go of at once, and is
+loaded again from the cache should it be timed a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from aitune_hf.errors import CandidateError
+from aitune_hf.jit.patched_module import PatchedModule
+from aitune_hf.strategy import TuneStrategy
+from aitune_hf.tuning.recipes import Candidate
+from aitune_hf.tuning.results import CandidateResult, Timing
+from aitune_hf.tuning.stopwatch import Stopwatch
+from aitune_hf.tuning.trial import CandidateTrial, Contender, Variant, Work
+
+__all__ = ["Contest", "Outcome"]
+
+#: Eager's own time may differ by so much between two timings before one of them is doubted.
+STEADY = 1.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a contest ended.
+
+    Attributes:
+        best: who won, with its engine loaded; None where eager stays.
+        strict: who won among those that are not lossy, loaded only if it is ``best``.
+        results: what came of each candidate.
+    """
+
+    best: Contender | None
+    strict: Contender | None
+    results: Sequence[CandidateResult]
+
+
+class Contest:
+    """Finds the best of several candidates for one engine of one graph."""
+
+    def __init__(
+        self, trial: CandidateTrial, stopwatch: Stopwatch, patched: PatchedModule, work: Work, variant: Variant
+    ) -> None:
+        self._trial = trial
+        self._stopwatch = stopwatch
+        self._patched = patched
+        self._work = work
+        self._variant = variant
+        self._strategy: TuneStrategy = trial.config.chosen_strategy
+        self._best: Contender | None = None
+        self._strict: Contender | None = None
+        self._entries: list[Contender | CandidateResult] = []
+        self._doubtful: list[Contender] = []
+        self._eager_ms: list[float] = []
+
+    def hold(self, candidates: Sequence[Candidate]) -> Outcome:
+        """Try the candidates in their order. Whatever is raised, no engine stays loaded."""
+        try:
+            for index, candidate in enumerate(candidates):
+                enough = self._enough(candidate)
+                if enough:
+                    self._entries.append(candidate.result("untried", enough))
+                else:
+                    self._enter(candidate, f"{index + 1} of {len(candidates)}")
+            self._time_again()
+        except BaseException:
+            for entry in self._entries:
+                if isinstance(entry, Contender):
+                    entry.unload()
+            raise
+        results = [entry.result if isinstance(entry, Contender) else entry for entry in self._entries]
+        return Outcome(best=self._best, strict=self._strict, results=results)
+
+    def _enough(self, candidate: Candidate) -> str | None:
+        """Why a candidate need not be tried any more, or None."""
+        best = self._best
+        if best is None:
+            return None
+        if best.candidate.hinted and not candidate.hinted:
+            return f"{best.candidate.label}, the recipe that won elsewhere, won here too"
+        timing = best.result.timing
+        if self._strategy.settles(timing.slowest_ms if timing else None):
+            return f"{best.candidate.label} is good enough for the strategy {self._strategy.name}"
+        return None
+
+    def _enter(self, candidate: Candidate, place: str) -> None:
+        result, contender = self._trial.run(self._work, candidate, self._variant, place)
+        if contender is None:
+            self._entries.append(result)
+            return
+        self._entries.append(contender)
+        if not self._strategy.times:
+            self._crown(contender)
+        else:
+            self._time(contender, place)
+
+    def _time(self, contender: Contender, place: str, again: bool = False) -> None:
+        timing = self._stopwatch.against_eager(self._patched, self._work, contender, place)
+        doubtful = not again and self._is_doubtful(timing)
+        self._eager_ms.append(timing.eager_ms)
+        contender.result = self._judged(contender.result, timing)
+        if contender.result.outcome == "won":
+            self._challenge(contender)
+        else:
+            contender.unload()
+            if doubtful or (not again and contender.result.outcome == "unsure"):
+                self._doubtful.append(contender)
+
+    def _is_doubtful(self, timing: Timing) -> bool:
+        """True if something else seems to have run meanwhile."""
+        usual = min(self._eager_ms, default=timing.eager_ms)
+        return timing.is_noisy or not usual / STEADY <= timing.eager_ms <= usual * STEADY
+
+    def _judged(self, result: CandidateResult, timing: Timing) -> CandidateResult:
+        least = self._trial.config.min_speedup
+        if not self._strategy.beats_eager or timing.wins(least):
+            return replace(result, outcome="won", reason="", timing=timing)
+        speed = f"{timing.speedup:.2f}x eager's speed"
+        if timing.decides(least):
+            return replace(result, outcome="slower", reason=f"{speed}, {least:.2f}x is needed", timing=timing)
+        reason = f"{speed}, but too much noise to be sure ({timing.sure:.2f}x at least)"
+        return replace(result, outcome="unsure", reason=reason, timing=timing)
+
+    def _challenge(self, contender: Contender) -> None:
+        """A contender that beats eager against the best so far, in a run-off where their times alone do not tell."""
+        best = self._best
+        if best is None:
+            self._crown(contender)
+            return
+        mine, its = contender.result.timing, best.result.timing
+        assert mine is not None
+        assert its is not None
+        if mine.overlaps(its):
+            mine, its = self._stopwatch.run_off(self._patched, self._work, contender, best)
+            contender.result = replace(contender.result, timing=mine)
+            best.result = replace(best.result, timing=its)
+        if mine.speedup > its.speedup:
+            self._crown(contender)
+            self._beaten(best, contender)
+        else:
+            self._beaten(contender, best)
+
+    def _crown(self, contender: Contender) -> None:
+        contender.result = replace(contender.result, outcome="won", reason="")
+        self._best = contender
+        if not contender.result.lossy:
+            self._strict = contender
+
+    def _beaten(self, loser: Contender, winner: Contender) -> None:
+        loser.unload()
+        mine, its = loser.result.timing, winner.result.timing
+        speeds = f": {its.speedup:.2f}x eager's speed against {mine.speedup:.2f}x" if mine and its else ""
+        reason = f"{winner.candidate.label} was faster{speeds}"
+        loser.result = replace(loser.result, outcome="right", reason=reason)
+        if winner.result.lossy and not loser.result.lossy and _speed(loser) > _speed(self._strict):
+            self._strict = loser
+
+    def _time_again(self) -> None:
+        """A second timing, some time later, for those that the first one was not kind or not clear to."""
+        for contender in self._doubtful:
+            if self._trial.is_late():
+                return
+            try:
+                self._trial.load_again(self._work, contender)
+            except CandidateError:
+                continue  # Evicted meanwhile: the first timing stands.
+            self._time(contender, "once more", again=True)
+
+
+def _speed(contender: Contender | None) -> float:
+    return contender.result.timing.speedup if contender is not None and contender.result.timing else 0.0
