@@ -104,6 +104,7 @@ def test_a_member_that_is_no_file_is_refused(victim: Victim, kind: int) -> None:
         lambda good, bad: good + bad,
         lambda good, bad: bad[:-22] + good,
         lambda good, bad: good[:-2] + struct.pack("<H", len(bad)) + bad,
+        lambda good, bad: good[:-2] + struct.pack("<H", 5),
         lambda good, bad: good + b"x",
         lambda good, bad: b"#!/bin/sh\n" + good,
         lambda good, bad: good[: len(good) // 2],
