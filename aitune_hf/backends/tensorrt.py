@@ -127,7 +127,9 @@ class TensorRTBackend:
             "outputs": list(export.outputs),
             "weights": weights.to_json(),
         }
-        if target is None:
+        if target is not None:
+            engine["verified"] = False  # By whoever built it.
+        else:
             engine["summary"] = self._examine(plan, weights, request)
         return BuildResult(files=_write(plan, request.workdir), envelope=graph.envelope, engine=engine)
 

@@ -118,8 +118,8 @@ def graph_on(graph: GraphSpec, device_type: str) -> GraphSpec:
             if isinstance(value, torch.device):
                 raise UntunableError(f"{place} is a device, which would be another one over there")
     moved = GraphSpec.from_dict(graph.to_dict())
-    for spec in (*moved.input_spec.tensors.values(), *moved.output_spec.tensors.values()):
-        spec.device_type = device_type
+    for tensor in (*moved.input_spec.tensors.values(), *moved.output_spec.tensors.values()):
+        tensor.device_type = device_type
     return moved
 
 
