@@ -10,6 +10,7 @@ The tree::
     │   └── GraphBreakException              its forward cannot be captured as one graph
     ├── CandidateError                       one candidate engine failed; eager stays
     │   ├── BuildError                       while it was built
+    │   │   └── LostBuildError               its process died, or was stopped because it took too long
     │   ├── EngineLoadError                  while it was loaded or bound to weights
     │   └── CorrectnessError                 its outputs are not those of eager
     └── CacheError                           the engine cache
@@ -35,6 +36,7 @@ __all__ = [
     "ForeignEngineError",
     "GraphBreakException",
     "HubError",
+    "LostBuildError",
     "PipelineLoadError",
     "SampleError",
     "UntunableError",
@@ -71,6 +73,10 @@ class CandidateError(AITuneError):
 
 class BuildError(CandidateError):
     """An engine could not be built."""
+
+
+class LostBuildError(BuildError):
+    """A build in a child process died, or took too long and was stopped."""
 
 
 class EngineLoadError(CandidateError):

@@ -63,6 +63,11 @@ class IsolatedBuilder:
         if self._child is None:
             self._child = _Child()
 
+    @property
+    def is_running(self) -> bool:
+        """True while there is a child; after a failure, False says that the child died of it or was stopped."""
+        return self._child is not None
+
     def build(self, backend: Backend, request: BuildRequest) -> BuildResult:
         """``backend.build(request)`` in the child.
 

@@ -102,7 +102,10 @@ def build_request(
 
 
 def build_here(backend: Backend, request: BuildRequest) -> BuildResult:
-    """Run a build in this process; whatever a backend raises comes out as a :class:`BuildError`."""
+    """Run a build in this process; whatever a backend raises comes out as a :class:`BuildError`.
+
+    Nothing can end it before it ends by itself.
+    """
     try:
         return backend.build(request)
     except (CandidateError, GraphBreakException):

@@ -90,7 +90,7 @@ def tune_modules(
     tuner.rank = rank or Rank()
     session = TuningSession(config, tuner)
     session.replaying = True  # Nothing is tuned in the middle of a call: that comes after the recording.
-    with ExitStack() as undo:
+    with tuner, ExitStack() as undo:
         for root in roots.values():
             undo.callback(unpatch_tree, root)
         with use_session(session):

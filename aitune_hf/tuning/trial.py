@@ -10,7 +10,14 @@ from typing import Any
 from aitune_hf.backends.base import Backend, BuildRequest, BuildResult
 from aitune_hf.cache import EngineKey, LocalStore
 from aitune_hf.config import TuneConfig
-from aitune_hf.errors import CandidateError, CorrectnessError, EngineLoadError, GraphBreakException, UntunableError
+from aitune_hf.errors import (
+    CandidateError,
+    CorrectnessError,
+    EngineLoadError,
+    GraphBreakException,
+    LostBuildError,
+    UntunableError,
+)
 from aitune_hf.graph.sample_store import Sample
 from aitune_hf.graph.shape_envelope import ShapeEnvelope
 from aitune_hf.graph.structure import unflattener
@@ -28,13 +35,19 @@ __all__ = ["CandidateTrial", "Contender", "Variant", "Work", "first_line"]
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Everything at hand while one graph is tuned."""
+    """Everything at hand while one graph is tuned.
+
+    Attributes:
+        captured: the graph as a program, by axes: traced once for all candidates.
+        given_up: candidates whose build died or took too long, and how: it is not started again for other shapes.
+    """
 
     subject: Subject
     recorded: RecordedGraph
     reference: EagerReference
     result: GraphResult
     captured: dict[Any, Any] = field(default_factory=dict)
+    given_up: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +122,9 @@ class CandidateTrial:
         result = candidate.result("failed")
         if self.is_late():
             return replace(result, outcome="skipped", reason="the time budget was spent"), None
+        if candidate.label in work.given_up:
+            reason = f"not tried again: {work.given_up[candidate.label]}"
+            return replace(result, reason=reason, structural=True), None
         installed: InstalledEngine | None = None
         try:
             contender = self._build_and_load(work, candidate, variant, result, place)
@@ -119,6 +135,8 @@ class CandidateTrial:
                 installed.engine.close()
             if not isinstance(error, (CandidateError, GraphBreakException, UntunableError)):
                 raise
+            if isinstance(error, LostBuildError):
+                work.given_up[candidate.label] = first_line(error)
             # Also where the whole is wrong: what is below it may be right.
             structural = not isinstance(error, EngineLoadError)
             outcome = "wrong" if isinstance(error, CorrectnessError) else "failed"

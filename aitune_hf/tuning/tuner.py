@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from aitune_hf.backends.base import Backend, BuildRequest, BuildResult
+from aitune_hf.backends.isolation import IsolatedBuilder
 from aitune_hf.cache import Environment, KeyLockedError, LocalStore
 from aitune_hf.config import TuneConfig
-from aitune_hf.errors import UntunableError
+from aitune_hf.errors import BuildError, LostBuildError, UntunableError
 from aitune_hf.graph.hierarchy_hash import hierarchy_hash
 from aitune_hf.jit.dispatcher import InstalledEngine
 from aitune_hf.jit.module_report import parameter_count
@@ -42,18 +43,7 @@ class EngineTuner:
         rank: which of several processes that tune the same target this one is.
     """
 
-    def __init__(
-        self,
-        store: LocalStore,
-        backends: Sequence[Backend],
-        config: TuneConfig,
-        build: Callable[[Backend, BuildRequest], BuildResult] = build_here,
-    ) -> None:
-        """Make one.
-
-        Args:
-            build: runs a backend's build, here or in a child process.
-        """
+    def __init__(self, store: LocalStore, backends: Sequence[Backend], config: TuneConfig) -> None:
         self.store = store
         self.backends = list(backends)
         self.config = config
@@ -65,7 +55,30 @@ class EngineTuner:
             store=store, backends=self.backends, config=config, policy=policy_of(config, self.backends)
         )
         deadline = None if config.time_budget_s is None else time.monotonic() + config.time_budget_s
-        self._trial = CandidateTrial(store=store, config=config, progress=self.progress, deadline=deadline, build=build)
+        self._isolated = IsolatedBuilder(config.candidate_timeout_s)
+        self._keeps_child = False
+        self._trial = CandidateTrial(
+            store=store, config=config, progress=self.progress, deadline=deadline, build=self._build
+        )
+
+    def __enter__(self) -> EngineTuner:
+        """Keep the child process that builds, for as long as several modules are tuned one after the other."""
+        self._keeps_child = True
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._keeps_child = False
+        self._isolated.close()
+
+    def _build(self, backend: Backend, request: BuildRequest) -> BuildResult:
+        if not backend.isolated:
+            return build_here(backend, request)
+        try:
+            return self._isolated.build(backend, request)
+        except BuildError as error:
+            if self._isolated.is_running:
+                raise
+            raise LostBuildError(str(error)) from error
 
     @property
     def policy(self) -> str:
@@ -136,6 +149,9 @@ class EngineTuner:
                 one.installed.engine.close()
             self.lossy = [one for one in self.lossy if one.patched is not patched]
             raise
+        finally:
+            if not self._keeps_child:
+                self._isolated.close()
         self.results += own
         patched.results = list(own)
         if not chosen and own and all(result.structural for result in own):
