@@ -8,7 +8,7 @@ is computed from shapes and numbers alone is folded, and stays in the graph.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from aitune_hf.errors import BuildError
 from aitune_hf.graph.shape_envelope import Extent
 
 if TYPE_CHECKING:
+    import numpy as np
     import onnx
 
     from aitune_hf.backends.export import CapturedGraph
@@ -30,6 +31,9 @@ __all__ = ["OnnxExport", "export_onnx", "missing_exporter"]
 
 #: Protocol buffers, and so an ONNX file without data beside it, end here.
 _LARGEST_FILE = 2**31 - 2**20
+#: Bytes up to which a constant stays in the graph where weights are folded.
+_SMALL = 1024
+_DATA_FIELDS = ("raw_data", "float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
 #: Names of a graph's own inputs and outputs, which nothing else in it may have.
 _RESERVED = re.compile(r"(in|out)\d+")
 
@@ -53,6 +57,15 @@ class OnnxExport:
         """The graph without its weights; the same bytes for the same program."""
         content: bytes = self.model.SerializeToString(deterministic=True)
         return content
+
+    def constants(self) -> dict[str, np.ndarray[Any, Any] | torch.Tensor]:
+        """The values of all initialisers."""
+        from onnx import numpy_helper
+
+        return {
+            tensor.name: self.weights[tensor.name] if tensor.name in self.weights else numpy_helper.to_array(tensor)
+            for tensor in self.model.graph.initializer
+        }
 
     def inlined(self) -> onnx.ModelProto:
         """The graph with its weights in it.
@@ -81,7 +94,7 @@ class OnnxExport:
                 if tensor.name in self.weights:
                     start = file.tell()
                     file.write(tensor_bytes(self.weights[tensor.name]))
-                    declare_external(tensor, data.name, start, file.tell() - start)
+                    declare_external(tensor, data.name, offset=start, length=file.tell() - start)
         path.write_bytes(model.SerializeToString(deterministic=True))
         return [path, data]
 
@@ -94,13 +107,15 @@ def missing_exporter() -> str | None:
     return f"{' and '.join(missing)} not found: pip install aitune-hf[onnx]" if missing else None
 
 
-def export_onnx(graph: CapturedGraph, *, opset: int, path: str = "model") -> OnnxExport:
+def export_onnx(graph: CapturedGraph, *, opset: int, path: str = "model", fold_weights: bool = False) -> OnnxExport:
     """Write a captured program as an ONNX graph.
 
     Args:
         graph: the program, with whatever weights it has.
         opset: version of the ONNX operators, 18 or later.
         path: the module's path, for messages.
+        fold_weights: compute beforehand what depends on weights alone. The result is good for these weights only, its
+            ``weights`` have names of their own, and small ones are in the graph.
 
     Raises:
         BuildError: if it cannot be written, naming the operator that ONNX has no words for.
@@ -110,18 +125,13 @@ def export_onnx(graph: CapturedGraph, *, opset: int, path: str = "model") -> Onn
         try:
             model = torch.onnx.export(graph.program, dynamo=True, opset_version=opset, optimize=False, verbose=False)
             assert model is not None
-            used = _optimise(model.model, weights)
+            used = _folded(model.model) if fold_weights else _optimised(model.model, weights)
         except Exception as error:
             raise BuildError(f"{path}: the graph cannot be written as ONNX: {_reason(error)}") from error
         proto = _to_proto(model.model, used)
     _name_sizes(proto.graph, graph)
     inputs, outputs = (tuple(value.name for value in values) for values in (proto.graph.input, proto.graph.output))
-    return OnnxExport(
-        model=proto,
-        weights={name: weights[constant] for name, constant in used.items()},
-        inputs=inputs,
-        outputs=outputs,
-    )
+    return OnnxExport(model=proto, weights=used, inputs=inputs, outputs=outputs)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
@@ -130,15 +140,21 @@ def tensor_bytes(tensor: torch.Tensor) -> bytes:
     return plain.flatten().view(torch.uint8).numpy().tobytes()
 
 
-def declare_external(tensor: onnx.TensorProto, location: str, offset: int, length: int) -> None:
-    """Say in an initialiser that its data lie in a file, or under a name that a runtime is told of."""
+def declare_external(tensor: onnx.TensorProto, location: str, **place: int) -> None:
+    """Say in an initialiser that its data lie elsewhere, and drop those it has.
+
+    Args:
+        location: a file beside the graph's, or a name that a runtime is told of.
+        place: ``offset`` and ``length`` in the file.
+    """
     from onnx import TensorProto
 
-    tensor.ClearField("raw_data")
+    for name in _DATA_FIELDS:
+        tensor.ClearField(name)
     tensor.data_location = TensorProto.EXTERNAL
     del tensor.external_data[:]
-    for key, value in {"location": location, "offset": str(offset), "length": str(length)}.items():
-        tensor.external_data.add(key=key, value=value)
+    for key, value in {"location": location, **place}.items():
+        tensor.external_data.add(key=key, value=str(value))
 
 
 def _copy(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -149,29 +165,60 @@ def _copy(model: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-def _optimise(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def _optimised(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Fold and simplify what does not depend on weights; they come out as inputs, behind the graph's own.
 
     Returns:
-        Name of the input → name of the program's constant, for those that are used.
+        The weights that are used, by the names of these inputs.
     """
+    graph = model.graph
+    own = list(graph.inputs)
+    moved = {name: _moved_to_inputs(graph, name) for name in list(graph.initializers) if name in weights}
+    _optimise(model)
+    _rename(graph, own)
+    for value in moved.values():
+        if not value.uses():
+            graph.inputs.remove(value)
+    return {value.name: weights[name] for name, value in moved.items() if value.uses()}
+
+
+def _folded(model: Any) -> dict[str, torch.Tensor]:
+    """Fold and simplify all that can be; constants that are not small come out as inputs, behind the graph's own.
+
+    Returns:
+        Their values, by the names of these inputs.
+    """
+    graph = model.graph
+    own = list(graph.inputs)
+    _optimise(model, input_size_limit=2**62, output_size_limit=2**62)
+    _rename(graph, own)
+    values = {name: value.const_value for name, value in graph.initializers.items()}
+    large = {name: _to_torch(value) for name, value in values.items() if value.nbytes > _SMALL}
+    for name in large:
+        _moved_to_inputs(graph, name)
+    return large
+
+
+def _optimise(model: Any, **limits: int) -> None:
     from onnxscript import optimizer
     from onnxscript.rewriter import onnx_fusions
 
-    graph = model.graph
-    own, moved = list(graph.inputs), {}
-    for name in [name for name in graph.initializers if name in weights]:
-        value = graph.initializers.pop(name)
-        value.const_value = None
-        graph.inputs.append(value)
-        moved[name] = value
-    optimizer.optimize(model)
+    optimizer.optimize(model, **limits)
     onnx_fusions.fuse(model)
-    _rename(graph, own)
-    for value in moved.values():
-        if not value.uses() and value not in graph.outputs:
-            graph.inputs.remove(value)
-    return {value.name: name for name, value in moved.items() if value in graph.inputs}
+
+
+def _moved_to_inputs(graph: Any, name: str) -> Any:
+    value = graph.initializers.pop(name)
+    value.const_value = None
+    graph.inputs.append(value)
+    return value
+
+
+def _to_torch(value: Any) -> torch.Tensor:
+    from onnx_ir.tensor_adapters import to_torch_dtype
+
+    flat = torch.frombuffer(bytearray(value.tobytes()), dtype=to_torch_dtype(value.dtype))
+    return flat.reshape(tuple(value.shape))
 
 
 def _rename(graph: Any, own: Iterable[Any]) -> None:
@@ -185,7 +232,19 @@ def _rename(graph: Any, own: Iterable[Any]) -> None:
     for index, value in enumerate(own):
         value.name = f"in{index}"
     for index, value in enumerate(graph.outputs):
+        if value.is_initializer():
+            value = graph.outputs[index] = _identity(graph, value)
         value.name = f"out{index}"
+
+
+def _identity(graph: Any, value: Any) -> Any:
+    import onnx_ir
+
+    node = onnx_ir.node("Identity", [value])
+    graph.append(node)
+    (output,) = node.outputs
+    output.shape, output.type = value.shape, value.type
+    return output
 
 
 def _longer(name: str) -> Iterator[str]:
@@ -194,7 +253,7 @@ def _longer(name: str) -> Iterator[str]:
         yield name
 
 
-def _to_proto(model: Any, weights: Mapping[str, str]) -> onnx.ModelProto:
+def _to_proto(model: Any, weights: Collection[str]) -> onnx.ModelProto:
     """The model as a message, without whatever tells of the code and the machine it came from."""
     import onnx_ir
     from onnx import TensorProto

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 __all__ = ["quiet_torch"]
 
 _TALKATIVE = (
+    "onnx_ir.passes.common.initializer_deduplication",
     "torch._export.non_strict_utils",
     "torch._inductor",
     "torch.export._trace",
