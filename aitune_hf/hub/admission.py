@@ -38,7 +38,8 @@ from aitune_hf.hub.trust import Decision, Policy, Source, Trust
 
 __all__ = ["AdmissionPolicy", "Admitted", "Refused", "Trial", "admit", "is_native"]
 
-#: Loads and runs an engine where a crash does no harm, given its folder and manifest. Raises if that fails.
+#: Loads and runs an engine where a crash does no harm, given its folder and manifest. Whatever it raises is held against
+#: the engine, which is not tried again; but an ``Objection`` says that it could not be tried here, and is not remembered.
 Trial = Callable[[Path, Manifest], None]
 #: Why an entry is in the store: by the user's trust, because it is data, or because it was there already.
 AdmissionPolicy = Literal[Policy, "data", "present"]
@@ -179,6 +180,8 @@ def _copy(folder: int, slot: Slot, manifest: Manifest) -> None:
 def _try(trial: Trial, slot: Slot, manifest: Manifest, store: LocalStore) -> None:
     try:
         trial(slot.workdir, manifest)
+    except Objection:
+        raise
     except Exception as error:
         reason = f"{_first_file(manifest)} failed its first load: {type(error).__name__}: {str(error)[:_REASON]}"
         store.reject(slot, manifest, reason)

@@ -16,6 +16,7 @@ from attack_kit import SOURCE, Victim, native_key
 from aitune_hf.cache import LocalStore, Manifest
 from aitune_hf.errors import EngineLoadError
 from aitune_hf.hub.admission import Admitted, Refused, admit
+from aitune_hf.hub.objection import Objection
 from aitune_hf.hub.trust import Trust
 
 
@@ -64,6 +65,13 @@ def test_other_files_for_the_same_key_get_their_own_trial(victim: Victim, engine
 def test_whatever_it_raises_is_a_refusal(victim: Victim, engine: bytes, error: Exception) -> None:
     victim.lay_entry(native_key(), {"model.pt2": engine})
     victim.refused(native_key(), "crashed", type(error).__name__, meddles=failing(error))
+
+
+def test_what_cannot_be_tried_here_is_refused_and_not_remembered(victim: Victim, engine: bytes) -> None:
+    victim.lay_entry(native_key(), {"model.pt2": engine})
+    reason = "model.pt2 needs a backend that is switched off"
+    victim.refused(native_key(), "foreign", reason, meddles=failing(Objection("foreign", reason)))
+    victim.admitted(native_key())
 
 
 def test_an_interrupt_is_no_verdict(victim: Victim, engine: bytes) -> None:
