@@ -11,7 +11,7 @@ from aitune_hf.version import __version__
 
 if TYPE_CHECKING:
     from aitune_hf import backends, cache, errors, graph, jit
-    from aitune_hf.functional import stats, tune, untune
+    from aitune_hf.functional import build_for, pull_tuned, push_tuned, stats, tune, untune
     from aitune_hf.graph.hierarchy_hash import explain, hierarchy_hash
     from aitune_hf.jit.statistics import TuningStats
     from aitune_hf.model import AITuneModel
@@ -28,12 +28,15 @@ __all__ = [
     "TuningStats",
     "__version__",
     "backends",
+    "build_for",
     "cache",
     "errors",
     "explain",
     "graph",
     "hierarchy_hash",
     "jit",
+    "pull_tuned",
+    "push_tuned",
     "stats",
     "tune",
     "untune",
@@ -45,8 +48,11 @@ _LATE = {
     "AITunePipeline": "aitune_hf.pipeline",
     "TuningReport": "aitune_hf.tuning.report",
     "TuningStats": "aitune_hf.jit.statistics",
+    "build_for": "aitune_hf.functional",
     "explain": "aitune_hf.graph.hierarchy_hash",
     "hierarchy_hash": "aitune_hf.graph.hierarchy_hash",
+    "pull_tuned": "aitune_hf.functional",
+    "push_tuned": "aitune_hf.functional",
     "stats": "aitune_hf.functional",
     "tune": "aitune_hf.functional",
     "untune": "aitune_hf.functional",

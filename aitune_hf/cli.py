@@ -8,6 +8,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from aitune_hf.cache import LocalStore, default_cache_dir
 from aitune_hf.errors import AITuneError
@@ -40,7 +41,73 @@ def _parser() -> argparse.ArgumentParser:
     cache.add_argument("--dir", type=Path, help="the cache folder (default: $AITUNE_HF_CACHE or $HF_HOME/aitune)")
     cache.add_argument("--max-mb", type=float, help="for gc: keep at most this many megabytes")
     cache.set_defaults(run=_cache)
+    _add_sharing(commands)
     return parser
+
+
+def _add_sharing(commands: Any) -> None:
+    helps = {
+        "push": "share the engines that a pipeline uses",
+        "pull": "take over engines that others tuned for a pipeline's structure",
+        "lookup": "say what a repository has for a pipeline, without fetching it",
+        "explain": "say why it has what it has: engine by engine, or in what the pipelines that it has differ",
+    }
+    for name, text in helps.items():
+        command = commands.add_parser(name, help=text)
+        command.add_argument("repo", help="owner/name on the Hub, a folder, or a URL such as s3://bucket/path")
+        command.add_argument("pipeline", help="folder or repository of the pipeline; of the model with --model")
+        command.add_argument("--task", help="for a Transformers pipeline, its task")
+        command.add_argument("--model", action="store_true", help="it is a single Transformers model")
+        command.add_argument("--revision", help="branch, tag or commit of the repository with engines")
+        command.set_defaults(run=_share, action=name)
+        if name == "push":
+            command.add_argument("--weights", action="store_true", help="upload the pipeline itself too")
+            command.add_argument(
+                "--private", action="store_true", default=None, help="a repository made now is private"
+            )
+            command.add_argument("--message", help="of the commit")
+            command.add_argument("--create-pr", action="store_true", help="open a pull request")
+            command.add_argument("--force", action="store_true", help="publish engines of a private or gated base")
+            command.add_argument("--signing-key", type=Path, help="PEM file of a private key to sign with")
+        if name == "pull":
+            command.add_argument(
+                "--trust", action="append", help="owner/name@commit, owner/name, or a file; repeatable"
+            )
+
+
+def _share(arguments: argparse.Namespace) -> int:
+    from aitune_hf.model import AITuneModel
+    from aitune_hf.pipeline import AITunePipeline, explain_target, look_up_target
+
+    if arguments.model:
+        target = AITuneModel.from_pretrained(arguments.pipeline)
+    else:
+        target = AITunePipeline.from_pretrained(arguments.pipeline, task=arguments.task)
+    known = {"revision": arguments.revision}
+    if arguments.action == "push":
+        key: Path | None = arguments.signing_key
+        result = target.push_to_hub(
+            arguments.repo,
+            weights=arguments.weights,
+            private=arguments.private,
+            commit_message=arguments.message,
+            create_pr=arguments.create_pr,
+            force=arguments.force,
+            signing_key=key.read_bytes() if key is not None else None,
+            **known,
+        )
+        print(result.summary())
+        return 0
+    if arguments.action == "pull":
+        pulled = target.pull_tuned(arguments.repo, trust=arguments.trust, **known)
+        print(pulled.summary())
+        return 0 if pulled.hits else 1
+    if arguments.action == "lookup":
+        found = look_up_target(target, arguments.repo, **known)
+        print(found.summary())
+        return 0 if found.hits else 1
+    print(explain_target(target, arguments.repo, **known))
+    return 0
 
 
 def _run(arguments: argparse.Namespace) -> int:

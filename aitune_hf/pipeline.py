@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,14 +25,18 @@ from aitune_hf.tuning.report import TuningReport
 from aitune_hf.tuning.samples import driver, generators_restored, sample_list
 
 if TYPE_CHECKING:
+    from aitune_hf.hub.lookup import Lookup
     from aitune_hf.hub.outcome import PullResult
     from aitune_hf.hub.publish import PushResult
+    from aitune_hf.tuning.target_report import BuildForReport
 
 __all__ = [
     "AITunePipeline",
     "SharingMixin",
     "TunedPipelineMixin",
+    "explain_target",
     "load_message",
+    "look_up_target",
     "modules_of",
     "pull_target",
     "push_target",
@@ -189,6 +193,16 @@ class TunedPipelineMixin(SharingMixin):
             self._aitune_config = config
         return tune_target(self, samples, self._aitune_config, **call_kwargs)
 
+    def build_for(
+        self,
+        samples: Any,
+        targets: Sequence[str] = ("rtx:sm86", "rtx:sm89", "rtx:sm120"),
+        config: TuneConfig | None = None,
+        **call_kwargs: Any,
+    ) -> BuildForReport:
+        """Build engines for GPUs that are not here into the cache; see :func:`aitune_hf.build_for`."""
+        return build_target_for(self, samples, targets, config or self._aitune_config, **call_kwargs)
+
     def untune(self) -> None:
         """Make it exactly the pipeline from before. Engines stay in the cache."""
         for module in modules_of(self).values():
@@ -207,15 +221,34 @@ def tune_target(target: Any, samples: Any, config: TuneConfig, **call_kwargs: An
     """Tune a pipeline or module on samples; see :meth:`TunedPipelineMixin.tune`."""
     listed = sample_list(samples)
     roots = modules_of(target)
+    with _left_as_found(target, listed, call_kwargs):
+        return tune_modules(roots, driver(target, call_kwargs), listed, config, current_rank())
+
+
+def build_target_for(
+    target: Any, samples: Any, targets: Sequence[str], config: TuneConfig, **call_kwargs: Any
+) -> BuildForReport:
+    """Build engines for other machines; see :func:`aitune_hf.build_for`."""
+    from aitune_hf.tuning.targets import build_modules_for
+
+    listed = sample_list(samples)
+    roots = modules_of(target)
+    with _left_as_found(target, listed, call_kwargs):
+        return build_modules_for(roots, driver(target, call_kwargs), listed, targets, config)
+
+
+@contextmanager
+def _left_as_found(target: Any, samples: list[Any], call_kwargs: dict[str, Any]) -> Iterator[None]:
+    """Within it, a target can be run on samples: a module without gradients, and all random states are kept."""
     with ExitStack() as kept:
-        kept.enter_context(generators_restored(listed, call_kwargs))
+        kept.enter_context(generators_restored(samples, call_kwargs))
         if hf_diffusers.is_pipeline(target):
             kept.enter_context(hf_diffusers.quiet_and_unchanged(target))
         elif isinstance(target, nn.Module):
             import torch
 
             kept.enter_context(torch.no_grad())
-        return tune_modules(roots, driver(target, call_kwargs), listed, config, current_rank())
+        yield
 
 
 def push_target(target: Any, repo: str | Path, config: TuneConfig, **options: Any) -> PushResult:
@@ -235,6 +268,20 @@ def pull_target(
     from aitune_hf.hub.share import pull_modules
 
     return pull_modules(modules_of(target), config, repos, name=type(target).__name__, **options)
+
+
+def look_up_target(target: Any, repo: str | Path, **options: Any) -> Lookup:
+    """What a remote has for a pipeline or module, without fetching it. Raises ``HubError`` if the remote fails."""
+    from aitune_hf.hub.share import look_up_modules
+
+    return look_up_modules(modules_of(target), target._aitune_config, repo, name=type(target).__name__, **options)
+
+
+def explain_target(target: Any, repo: str | Path, **options: Any) -> str:
+    """Why a remote has what it has for a pipeline or module. Raises ``HubError`` if the remote fails."""
+    from aitune_hf.hub.share import explain_modules
+
+    return explain_modules(modules_of(target), target._aitune_config, repo, name=type(target).__name__, **options)
 
 
 def push_weights(push: Callable[..., Any] | None, repo_id: str, **options: Any) -> None:

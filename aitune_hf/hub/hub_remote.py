@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants, try_to_load_from_cache
@@ -48,6 +48,7 @@ from aitune_hf.version import __version__
 
 __all__ = ["BaseModel", "HubRemote"]
 
+T = TypeVar("T")
 #: Waits between tries of one request are this long together, whatever a server asks for.
 PATIENCE_S = 20.0
 _ATTEMPTS = 3
@@ -116,13 +117,8 @@ class HubRemote:
                 return Reading(data=_bounded(Path(cached), max_bytes), commit=_snapshot(cached))
         if offline:
             raise RemoteError(f"{self.repo_id}: offline, and {path} is not in the local Hub cache", "offline")
-        with self._response(path, revision) as (response, commit):
-            if response is None:
-                return Reading(data=None, commit=commit)
-            chunks = []
-            for chunk in _body(response, max_bytes):
-                chunks.append(chunk)
-            return Reading(data=b"".join(chunks), commit=commit)
+        data, commit = self._get(path, revision, lambda response: b"".join(_body(response, max_bytes)))
+        return Reading(data=data, commit=commit)
 
     def names(self, prefix: str, *, revision: str | None) -> list[str]:
         """See :class:`~aitune_hf.hub.remote.Remote`."""
@@ -182,7 +178,7 @@ class HubRemote:
                 raise RemoteUncertainError(f"{self.repo_id}: {_status_sentence(status)}") from error
             raise self._failure("write", error) from error
         except (OSError, RuntimeError, ValueError, _HTTP_ERROR) as error:
-            if isinstance(error, (OfflineModeIsEnabled, ValueError)):
+            if isinstance(error, (OfflineModeIsEnabled, RuntimeError, ValueError)):  # nothing was committed
                 raise self._failure("write", error) from error
             raise RemoteUncertainError(f"{self.repo_id}: no answer to a commit ({type(error).__name__})") from error
         return Landed(commit=str(info.oid), url=str(info.pr_url or info.commit_url))
@@ -203,19 +199,22 @@ class HubRemote:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _download(self, path: str, expected: FileDigest, commit: str, target: Path) -> None:
-        for attempt in range(2):
+        def take(response: Any) -> FileDigest:
             hasher, size = hashlib.sha256(), 0
-            with self._response(path, commit) as (response, _), target.open("wb") as out:
-                if response is None:
-                    raise RemoteError(f"{self.repo_id} has no {path} at {commit[:12]}", "broken")
+            with target.open("wb") as out:
                 for chunk in _body(response, expected.size):
                     hasher.update(chunk)
                     size += len(chunk)
                     out.write(chunk)
-            if (hasher.hexdigest(), size) == (expected.sha256, expected.size):
+            return FileDigest(sha256=hasher.hexdigest(), size=size)
+
+        for _ in range(2):
+            found, _ = self._get(path, commit, take)
+            if found is None:
+                raise RemoteError(f"{self.repo_id} has no {path} at {commit[:12]}", "broken")
+            if found == expected:
                 return
-            if attempt:
-                target.unlink(missing_ok=True)
+        target.unlink(missing_ok=True)
         raise RemoteError(f"{self.repo_id}: {path} arrived with other bytes than its record says", "broken")
 
     def _from_cache(self, path: str, expected: FileDigest, commit: str, target: Path) -> bool:
@@ -228,9 +227,8 @@ class HubRemote:
             return False
         return True
 
-    @contextmanager
-    def _response(self, path: str, revision: str | None) -> Iterator[tuple[Any, str]]:
-        """An open answer for a file and the commit that it is of; None for the answer where there is no such file."""
+    def _get(self, path: str, revision: str | None, take: Callable[[Any], T]) -> tuple[T | None, str]:
+        """What ``take`` makes of a file's open answer, and the commit it is of; None where there is no such file."""
         at = quote(revision or constants.DEFAULT_REVISION, safe="")
         url = f"{self._api.endpoint}/{self.repo_id}/resolve/{at}/{quote(path)}"
         left = PATIENCE_S
@@ -242,11 +240,9 @@ class HubRemote:
                     ) as response:
                         status = response.status_code
                         if status < 400:
-                            yield response, _commit_of(response)
-                            return
+                            return take(response), _commit_of(response)
                         if response.headers.get("X-Error-Code") == "EntryNotFound":
-                            yield None, _commit_of(response)
-                            return
+                            return None, _commit_of(response)
                         wait = _wait_s(response, attempt)
                         if status not in _RETRIED or attempt == _ATTEMPTS or wait > left:
                             raise self._refusal("read", status, response.headers)
@@ -256,6 +252,7 @@ class HubRemote:
                     wait = _pause_s(attempt)
                 self._sleep(wait)
                 left -= wait
+        raise AssertionError("the last attempt returns or raises")
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -267,6 +264,8 @@ class HubRemote:
             raise self._failure(what, error) from error
 
     def _failure(self, what: str, error: Exception) -> RemoteError:
+        if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
+            return self._failure(what, error.__cause__)  # what the client says of an upload that failed
         if isinstance(error, HfHubHTTPError):
             return self._refusal(what, error.response.status_code, error.response.headers, error)
         if isinstance(error, OfflineModeIsEnabled):

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 
 from torch import nn
 
-from aitune_hf.cache import Environment
+from aitune_hf.cache import Environment, UnknownSchemaError
 from aitune_hf.cache.canonical import MAX_JSON_BYTES
 from aitune_hf.errors import CandidateError, CorruptEntryError
 from aitune_hf.hub.record import PipelineRecord, SharedEngine, SharedVerdict, TunedIn, record_path
@@ -87,13 +87,19 @@ def look_up(target: Target, remote: Remote, *, revision: str | None = None, loca
     Raises:
         RemoteError: if the remote fails.
     """
-    reading = _read(target, remote, revision, local_only)
-    if reading.data is None:
-        return Lookup(repo=remote.url, commit=reading.commit, reason="no engines for this pipeline structure")
-    try:
-        record = PipelineRecord.from_bytes(target.pipeline_hash, reading.data)
-    except CorruptEntryError as error:
-        raise RemoteError(f"{remote.url}: its record of this pipeline cannot be used: {error}", "broken") from error
+    for is_last in (False, True):
+        reading = _read(target, remote, revision, local_only)
+        if reading.data is None:
+            return Lookup(repo=remote.url, commit=reading.commit, reason="no engines for this pipeline structure")
+        try:
+            record = PipelineRecord.from_bytes(target.pipeline_hash, reading.data)
+            break
+        except CorruptEntryError as error:
+            # What was garbled on the way is right the second time.
+            if is_last or isinstance(error, UnknownSchemaError):
+                raise RemoteError(
+                    f"{remote.url}: its record of this pipeline cannot be used: {error}", "broken"
+                ) from error
     _keep(target, remote, revision, reading)
     return Lookup(repo=remote.url, commit=reading.commit, findings=tuple(_findings(target, record)))
 

@@ -108,10 +108,16 @@ class _Pull:
             local_only=self.local_only,
             tester=tester,
         )
+        alike: dict[tuple[str, str, str], ModuleOutcome] = {}
         for finding in found.findings:
             known = self.outcomes.get(finding.path)
             if known is None or not known.engines:
-                new = self._module(finding, found, fetcher)
+                module = self.target.module(finding.path)
+                tag = self.target.environment(module).tag if module is not None else ""
+                kind = finding.structure, tag, finding.reason
+                if kind not in alike:
+                    alike[kind] = self._module(finding, found, fetcher)
+                new = replace(alike[kind], path=finding.path)
                 if known is None or new.engines or (new.answer == "recipe" and known.answer == "miss"):
                     self.outcomes[finding.path] = new
 

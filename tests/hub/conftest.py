@@ -24,6 +24,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
     """A Hub that the client of this process talks to, logged in."""
     server = FakeHub()
     monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+    template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -85,6 +85,14 @@ class Request:
         return f"{self.method} {self.path}"
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is what faults are for."""
+
+
 class FakeHub:
     """The server. ``tokens`` may read and write everything; without one, public repositories can be read."""
 
@@ -96,9 +104,7 @@ class FakeHub:
         self.tokens = {"hf_goodtokengoodtoken"}
         self.lock = threading.RLock()
         self.before_commit: Callable[[], None] = lambda: None
-        self.serving = threading.Event()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self._thread.start()
 

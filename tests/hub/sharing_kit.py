@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from aitune_hf import TuneConfig, tune
-from aitune_hf.backends.testing import FakeBackend
-from aitune_hf.cache import EngineKey, Environment
+from aitune_hf.backends.base import LoadRequest
+from aitune_hf.backends.testing import FakeBackend, FakeEngine
+from aitune_hf.cache import EngineKey, Entry, Environment
 from aitune_hf.hub.lookup import Lookup, look_up
 from aitune_hf.hub.outcome import PullResult
 from aitune_hf.hub.publish import PushResult, push
@@ -48,6 +49,13 @@ class Many(nn.Module):
         return [part(x) for part in self.parts]
 
 
+class PlainBackend(FakeBackend):
+    """Remembers nothing of what it loaded: a tuned model holds its settings, and guards look at what changes there."""
+
+    def load(self, request: LoadRequest) -> FakeEngine:
+        return FakeEngine(request.module, request.engine, self.spoil)
+
+
 @dataclass(frozen=True)
 class Machine:
     """A machine: an engine cache, and the settings used on it."""
@@ -56,10 +64,16 @@ class Machine:
     options: Mapping[str, Any] | None = None
 
     def config(self, **settings: Any) -> TuneConfig:
-        backend = FakeBackend()
+        backend = PlainBackend()
         backend.recipes = lambda device: [replace(each, options=dict(self.options or {})) for each in _RECIPES]  # type: ignore[method-assign]
         return TuneConfig(
-            **{"backends": (backend,), "strategy": "first_working", "cache_dir": self.cache, "progress": False, **settings}
+            **{
+                "backends": (backend,),
+                "strategy": "first_working",
+                "cache_dir": self.cache,
+                "progress": False,
+                **settings,
+            }
         )
 
     def with_options(self, **options: Any) -> Machine:
@@ -83,9 +97,12 @@ class Machine:
 
     def stock(self, module: Many, *, data: bytes = b"\0engine") -> Target:
         """Put an engine for each part of a module into the cache, as a tuning of each would."""
-        sample = Block(1)
+        sample = Block(99)
         known = self.tuned(sample)
         verdict = known.verdicts(sample)[0]
+        found = known.store.lookup(verdict.engines[0].key)
+        assert isinstance(found, Entry)
+        engine = found.manifest.engine
         target = self.target(module)
         paths = [f"parts.{number}" for number in range(len(module.parts))]
         for path in paths:
@@ -97,13 +114,18 @@ class Machine:
             with target.store.reserve(key) as slot:
                 if slot.entry is None:
                     slot.write("model.bin", data + structure.encode())
-                    slot.commit(engine={"backend": {}, "envelope": record.envelope.to_dict(), "weights": "bound"})
+                    slot.commit(engine=engine)
             write_verdict(
                 target.store,
                 replace_verdict(verdict, hierarchy_hash=structure, engines=[replace(record, key=key)]),
             )
         target.remember(paths)
         return self.target(module)
+
+
+def call(module: nn.Module) -> Any:
+    with torch.no_grad():
+        return module(X)
 
 
 def replace_verdict(verdict: Verdict, **changes: Any) -> Verdict:

@@ -1,0 +1,153 @@
+"""Whatever the Hub does, a pull returns, says why in one line, and leaves a pipeline that works."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from hub_server import FakeHub, Fault
+from sharing_kit import TOKEN, Block, Machine, Many, X, call
+
+from aitune_hf.errors import HubError
+from aitune_hf.hub.hub_remote import HubRemote
+from aitune_hf.hub.remote import RemoteError, redacted
+
+REPO = "me/tuned"
+Machines = Callable[[str], Machine]
+RECORD = "GET .*/pipelines/"
+ENGINE = "GET .*/engine.json"
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    waits: list[float] = []
+    start = HubRemote.__init__
+
+    def init(self: HubRemote, *args: object, **kwargs: object) -> None:
+        start(self, *args, **{"sleep": waits.append, **kwargs})  # type: ignore[arg-type]
+
+    monkeypatch.setattr(HubRemote, "__init__", init)
+    return waits
+
+
+@pytest.fixture
+def pushed(hub: FakeHub, machine: Machines) -> str:
+    machine("mine").tuned(Block())
+    return machine("mine").push(Block(), REPO).commit
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (Fault(RECORD, status=401), "needs a valid token"),
+        (Fault(RECORD, status=401, headers={"X-Error-Code": "RepoNotFound"}), "there is no me/tuned, or it is private"),
+        (Fault(RECORD, status=401, headers={"X-Error-Code": "GatedRepo"}), "is gated"),
+        (Fault(RECORD, status=403, headers={"X-Error-Code": "GatedRepo"}), "is gated"),
+        (Fault(RECORD, status=403), "your token may not read"),
+        (Fault(RECORD, status=404, headers={"X-Error-Code": "RepoNotFound"}), "there is no me/tuned"),
+        (Fault(RECORD, status=404, headers={"X-Error-Code": "RevisionNotFound"}), "no such revision"),
+        (Fault(RECORD, status=429, headers={"Retry-After": "3600"}), "try again in 3600 s"),
+        (Fault(RECORD, status=500), "HTTP 500"),
+        (Fault(RECORD, status=503), "HTTP 503"),
+        (Fault(RECORD, "drops"), "did not answer, or stopped midway"),
+        (Fault(RECORD, "cut"), "did not answer, or stopped midway"),
+        (Fault(RECORD, "wrong"), "cannot be used"),
+        (Fault(ENGINE, status=500), "HTTP 500"),
+        (Fault(ENGINE, status=404, headers={"X-Error-Code": "EntryNotFound"}), "has no aitune/v1"),
+        (Fault(ENGINE, "cut"), "did not answer, or stopped midway"),
+        (Fault(ENGINE, "wrong"), "arrived with other bytes"),
+    ],
+    ids=lambda value: f"{value.kind}-{value.status}" if isinstance(value, Fault) else None,
+)
+def test_a_failing_hub_is_one_line_and_eager(
+    hub: FakeHub,
+    machine: Machines,
+    pushed: str,
+    lines: Callable[[], list[str]],
+    caplog: pytest.LogCaptureFixture,
+    fault: Fault,
+    said: str,
+) -> None:
+    hub.faults = [fault]
+    module = Block()
+    result = machine("theirs").pull(module, REPO)
+    assert result.installed == 0
+    assert said in result.problems[0]
+    assert len(lines()) == 1
+    assert said in lines()[0]
+    assert torch.equal(call(module), module.linear(X).relu())
+    assert TOKEN not in caplog.text + result.summary()
+    # The next time it works: nothing wrong was kept.
+    hub.faults = []
+    assert machine("theirs").pull(Block(), REPO).installed == 1
+
+
+@pytest.mark.parametrize("route", [RECORD, ENGINE])
+@pytest.mark.parametrize("kind", ["status", "drops", "wrong", "slow"])
+def test_a_fault_that_passes_is_not_noticed(
+    hub: FakeHub, machine: Machines, pushed: str, lines: Callable[[], list[str]], route: str, kind: str
+) -> None:
+    hub.faults = [Fault(route, kind, 503, times=1)]  # type: ignore[arg-type]
+    assert machine("theirs").pull(Block(), REPO).installed == 1
+    assert lines() == []
+
+
+def test_a_limit_is_waited_for_as_long_as_asked(
+    hub: FakeHub, machine: Machines, pushed: str, no_waiting: list[float]
+) -> None:
+    hub.faults = [Fault(RECORD, status=429, headers={"Retry-After": "7"}, times=1)]
+    assert machine("theirs").pull(Block(), REPO).installed == 1
+    assert no_waiting == [7.0]
+    hub.faults = [Fault(RECORD, status=429, headers={"RateLimit": '"api";r=0;t=4'}, times=1)]
+    assert machine("others").pull(Block(), REPO).installed == 1
+    assert no_waiting == [7.0, 4.0]
+    hub.faults = [Fault(RECORD, status=429, headers={"Retry-After": "999"})]
+    assert machine("more").pull(Block(), REPO).installed == 0
+    assert no_waiting == [7.0, 4.0]
+
+
+def test_one_broken_engine_does_not_cost_the_others(hub: FakeHub, machine: Machines) -> None:
+    machine("mine").stock(Many(3))
+    machine("mine").push(Many(3), REPO)
+    hub.faults = [Fault(f"GET /large/{next(iter(hub.large))}", "wrong")]
+    result = machine("theirs").pull(Many(3), REPO)
+    assert result.installed == 2
+    assert len(result.misses) == 1
+
+
+def test_a_second_repository_stands_in_for_one_that_fails(hub: FakeHub, machine: Machines, pushed: str) -> None:
+    result = machine("theirs").pull(Block(), "me/gone", REPO)
+    assert result.installed == 1
+    assert "there is no me/gone" in result.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (Fault("GET /api/models/me/tuned", status=401), "needs a valid token"),
+        (Fault("GET /api/models/me/tuned", status=429), "limits your requests"),
+        (Fault("POST .*/preupload/", status=403), "your token may not write"),
+        (Fault("POST .*/commit/", status=403), "your token may not write"),
+        (Fault("POST .*/commit/", status=429, headers={"Retry-After": "60"}), "try again in 60 s"),
+        (Fault(RECORD, status=500), "HTTP 500"),
+    ],
+)
+def test_a_push_that_fails_raises_with_the_cause(
+    hub: FakeHub, machine: Machines, caplog: pytest.LogCaptureFixture, fault: Fault, said: str
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    hub.add(REPO)
+    machine("mine").tuned(Block())
+    hub.faults = [fault]
+    with pytest.raises(HubError, match=said) as caught:
+        machine("mine").push(Block(), REPO)
+    assert TOKEN not in caplog.text + str(caught.value)
+    assert len(hub.repos[REPO].history()) == 1
+
+
+def test_secrets_are_taken_out_of_messages() -> None:
+    error = RemoteError("hf_abcdefghijklmnop and https://me:secret@host/x and Bearer xyz", "broken")
+    assert str(error) == redacted(str(error))
+    assert not any(secret in str(error) for secret in ("hf_abc", "secret", "xyz"))
