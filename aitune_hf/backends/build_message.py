@@ -62,7 +62,7 @@ def unpack_request(data: bytes) -> BuildRequest:
         graph = with_probes(graph, SEED)
     return BuildRequest(
         path=fields["path"],
-        module=nn.Module(),
+        module=nn.Module().eval(),
         forward=_left_behind,
         graph=GraphSpec.from_dict(fields["graph"]),
         example=_unpack_sample(fields["example"]),

@@ -84,12 +84,19 @@ class ConstantMap:
     Attributes:
         slots: the constants that are filled, by name; all others are in the artefact.
         constants: the tensors that the module must have.
-        pinned: digests of those among them whose values are part of the artefact (tables, integer buffers).
+        pinned: digests of those among them whose values are part of the artefact: tables and integer buffers, or all.
     """
 
     slots: Mapping[str, Slot]
     constants: tuple[Constant, ...]
     pinned: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def baked(cls, graph: CapturedGraph) -> ConstantMap:
+        """For an artefact that holds all weights of ``graph``: none to fill, and all of them have to stay as they are."""
+        values, read = values_of(graph.program), _read_placeholders(graph)
+        constants = tuple(c for c in graph.constants if c.name in read and c.kind != "residual")
+        return cls(slots={}, constants=constants, pinned={c.name: tensor_digest(values[c.name]) for c in constants})
 
     def resolve(self, module: nn.Module, where: str, device: torch.device | None = None) -> dict[str, torch.Tensor]:
         """The live tensor of each constant, checked.
@@ -100,14 +107,14 @@ class ConstantMap:
             device: where the engine runs.
 
         Raises:
-            EngineLoadError: naming the first one that is missing, has another form, or is a table with other values.
+            EngineLoadError: naming the first one that is missing, has another form, or not the values in the artefact.
         """
         live = resolve(self.constants, module, {}, where, device)
         for name, digest in self.pinned.items():
             if tensor_digest(live[name]) != digest:
                 raise EngineLoadError(
-                    f"{where}: {name} has other values than when the engine was built. It is a table that became part of "
-                    "the engine; tune again for this module"
+                    f"{where}: {name} has other values than when the engine was built, which are part of the engine; "
+                    "tune again for this module"
                 )
         return live
 

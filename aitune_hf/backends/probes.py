@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
 
 from aitune_hf.backends.constants import Constant
 
 if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
     from aitune_hf.backends.export import CapturedGraph
 
 __all__ = ["pinned_constants", "tensor_digest", "values_of", "with_probes", "without_weights"]
