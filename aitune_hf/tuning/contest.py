@@ -133,6 +133,10 @@ class Contest:
         mine, its = contender.result.timing, best.result.timing
         assert mine is not None
         assert its is not None
+        if self._strategy.settles(mine.slowest_ms) and not self._strategy.settles(its.slowest_ms):
+            self._crown(contender)
+            self._beaten(best, contender)
+            return
         if mine.overlaps(its):
             mine, its = self._stopwatch.run_off(self._patched, self._work, contender, best)
             contender.result = replace(contender.result, timing=mine)
@@ -152,8 +156,11 @@ class Contest:
     def _beaten(self, loser: Contender, winner: Contender) -> None:
         loser.unload()
         mine, its = loser.result.timing, winner.result.timing
-        speeds = f": {its.speedup:.2f}x eager's speed against {mine.speedup:.2f}x" if mine and its else ""
-        reason = f"{winner.candidate.label} was faster{speeds}"
+        reason = f"{winner.candidate.label} was chosen"
+        if mine and its:
+            what = "was faster" if its.speedup >= mine.speedup else f"meets the strategy {self._strategy.name}"
+            speeds = f"{its.speedup:.2f}x eager's speed against {mine.speedup:.2f}x"
+            reason = f"{winner.candidate.label} {what}: {speeds}"
         loser.result = replace(loser.result, outcome="right", reason=reason)
         if winner.result.lossy and not loser.result.lossy and _speed(loser) > _speed(self._strict):
             self._strict = loser
