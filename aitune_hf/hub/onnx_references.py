@@ -74,8 +74,9 @@ def _check_external(data: memoryview, start: int, end: int, name: str) -> None:
     entry = [(number, bytes(data[first:last])) for number, first, last in _fields(data, start, end, name)]
     if not any(number == 1 and text == b"location" for number, text in entry):
         return
-    for number, text in entry:  # Every value, since the last one counts for some readers and the first for others.
-        if number == 2 and not (_PLAIN_NAME.fullmatch(text) and b".." not in text):
+    # Every value, since the last one counts for some readers and the first for others.
+    for text in [text for number, text in entry if number == 2] or [b""]:
+        if not _PLAIN_NAME.fullmatch(text) or b".." in text:
             where = text[:80].decode("utf-8", "replace")
             raise Objection("malformed", f"{name} takes tensors from {where!r}, which is not a file of the entry")
 

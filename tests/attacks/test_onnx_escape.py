@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 from attack_kit import Victim, data_key
 
-from aitune_hf.hub.objection import Limits
-from aitune_hf.hub.onnx_references import MESSAGE_FIELDS
+from aitune_hf.hub.objection import Limits, Objection
+from aitune_hf.hub.onnx_references import MESSAGE_FIELDS, check_onnx
 
 ESCAPES = [
     "../../../etc/passwd",
@@ -84,6 +86,7 @@ def test_every_place_but_a_plain_name_is_refused(victim: Victim, location: str) 
         part(1, b"x") + part(1, b"location") + part(2, b"../secret"),  # the key twice
         part(1, b"location") + part(2, b"../secret") + part(2, b"plain"),  # the value twice
         b"\x8a\x80\x00" + b"\x88\x80\x00" + b"location" + part(2, b"../secret"),  # long spellings of numbers
+        part(1, b"location"),  # no value at all
         part(1, b"location") + part(99, b"x") + part(2, b"../secret"),  # an unknown field between
     ],
 )
@@ -180,3 +183,56 @@ def test_the_fields_that_are_followed_are_all_that_lead_to_a_tensor_or_a_node() 
     assert messages["TensorProto"].fields_by_name["external_data"].number == 13
     assert messages["NodeProto"].fields_by_name["op_type"].number == 4
     assert {name: dict(inner) for name, inner in MESSAGE_FIELDS.items()} == expected
+
+
+def test_whatever_the_onnx_package_reads_is_seen_here_too() -> None:
+    onnx: Any = pytest.importorskip("onnx")
+    chance = random.Random(0)
+    seeds = [place(external(location)) for place in PLACES.values() for location in ("../secret", "plain")]
+    harmful = 0
+    for _ in range(20_000):
+        data = _mutated(chance, chance.choice(seeds), seeds)
+        try:
+            read = onnx.ModelProto.FromString(data)
+        except Exception:  # noqa: BLE001 - no message any more
+            continue
+        if any(_leads_out(tensor) for tensor in _tensors(read)):
+            harmful += 1
+            with pytest.raises(Objection):
+                check_onnx(memoryview(data), "model.onnx", 10_000)
+    assert harmful > 500
+
+
+def _mutated(chance: random.Random, seed: bytes, seeds: list[bytes]) -> bytes:
+    data = bytearray(seed)
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(data))
+        edit = chance.random()
+        if edit < 0.4:
+            data[at] = chance.randrange(256)
+        elif edit < 0.6:
+            data[at] ^= 1 << chance.randrange(8)
+        elif edit < 0.75:
+            data[at:at] = bytes([chance.choice(b"\x00\x01\x02\x0d\x6a\x80\xff\x3a\x08\x2a")])
+        elif edit < 0.85 and len(data) > 1:
+            del data[at]
+        else:
+            data += chance.choice(seeds)
+    return bytes(data)
+
+
+def _tensors(message: Any) -> Iterator[Any]:
+    for descriptor, value in message.ListFields():
+        if descriptor.message_type is not None:
+            for inner in value if descriptor.is_repeated else [value]:
+                if inner.DESCRIPTOR.name == "TensorProto":
+                    yield inner
+                yield from _tensors(inner)
+
+
+def _leads_out(tensor: Any) -> bool:
+    places = [entry.value for entry in tensor.external_data if entry.key == "location"]
+    # Text that is not UTF-8 comes as bytes.
+    return any(
+        not isinstance(place, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", place) for place in places
+    )
