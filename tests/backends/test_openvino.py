@@ -603,7 +603,7 @@ engine = OpenVINOBackend().load(request)
 x = torch.randn(3, 8)
 with torch.no_grad():
     error = float((engine([x])[0] - module(x)).abs().max())
-slow = [name for name in ("torch.export", "torch._inductor.codecache", "torch._dynamo", "onnx") if name in sys.modules]
+slow = [name for name in ("torch.export._trace", "torch._inductor.codecache", "torch._dynamo", "sympy") if name in sys.modules]
 print(json.dumps({"error": error, "slow": slow, "telemetry": "openvino_telemetry" in sys.modules}))
 """
 
