@@ -105,7 +105,8 @@ def _psnr(eager: list[Array], tuned: list[Array]) -> float:
     for one, other in zip(eager, tuned, strict=True):
         peak = 255.0 if one.dtype == numpy.uint8 else 1.0
         error = float(numpy.mean(numpy.square(_wide(one) - _wide(other)))) if one.size else 0.0
-        found.append(min(PERFECT_DB, 10 * math.log10(peak**2 / error)) if error else PERFECT_DB)
+        decibels = 10 * math.log10(peak**2 / error) if error else PERFECT_DB
+        found.append(PERFECT_DB if decibels > PERFECT_DB else decibels)  # Not `min`, which may drop a NaN.
     return _least(found)
 
 
