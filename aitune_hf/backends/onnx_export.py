@@ -190,7 +190,7 @@ def _folded(model: Any) -> dict[str, torch.Tensor]:
     """
     graph = model.graph
     own = list(graph.inputs)
-    _optimise(model, input_size_limit=2**62, output_size_limit=2**62)
+    _optimise(model, limit=2**62)
     _rename(graph, own)
     values = {name: value.const_value for name, value in graph.initializers.items()}
     large = {name: _to_torch(value) for name, value in values.items() if value.nbytes > _SMALL}
@@ -199,11 +199,12 @@ def _folded(model: Any) -> dict[str, torch.Tensor]:
     return large
 
 
-def _optimise(model: Any, **limits: int) -> None:
+def _optimise(model: Any, limit: int = 8192) -> None:
+    """Run the optimiser of the exporter; constants of up to ``limit`` bytes are folded."""
     from onnxscript import optimizer
     from onnxscript.rewriter import onnx_fusions
 
-    optimizer.optimize(model, **limits)
+    optimizer.optimize(model, input_size_limit=limit, output_size_limit=max(limit, 512 * 512))
     onnx_fusions.fuse(model)
 
 
