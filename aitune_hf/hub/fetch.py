@@ -12,6 +12,7 @@ import torch
 from aitune_hf.backends.isolation import IsolatedBuilder
 from aitune_hf.cache import Entry, Manifest
 from aitune_hf.cache.manifest import MANIFEST_NAME
+from aitune_hf.errors import BuildError
 from aitune_hf.graph.graph_spec import GraphSpec
 from aitune_hf.graph.shape_envelope import ShapeEnvelope
 from aitune_hf.hub.admission import Admitted, Refused, admit, is_native
@@ -96,12 +97,15 @@ class Fetcher:
         assert module is not None
         tensors = (*module.parameters(), *module.buffers())
         engine: Any = manifest.engine
-        self.tester.try_engine(
-            backend,
-            path or self.target.name,
-            folder,
-            engine["backend"],
-            graph,
-            ShapeEnvelope.from_dict(engine["envelope"]),
-            next((tensor.device for tensor in tensors), torch.device("cpu")),
-        )
+        try:
+            self.tester.try_engine(
+                backend,
+                path or self.target.name,
+                folder,
+                engine["backend"],
+                graph,
+                ShapeEnvelope.from_dict(engine["envelope"]),
+                next((tensor.device for tensor in tensors), torch.device("cpu")),
+            )
+        except BuildError as error:  # The backend cannot be sent to a child, which says nothing about the engine.
+            raise Objection("untrusted", f"it cannot be tried out first: {error}") from error

@@ -52,7 +52,7 @@ T = TypeVar("T")
 #: Waits between tries of one request are this long together, whatever a server asks for.
 PATIENCE_S = 20.0
 _ATTEMPTS = 3
-_TIMEOUT_S = 15.0
+_TIMEOUT_S = 10.0
 _THREADS = 4
 _CHUNK = 1 << 16
 _RETRIED = frozenset({408, 429, 500, 502, 503, 504})

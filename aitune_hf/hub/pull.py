@@ -89,6 +89,7 @@ class _Pull:
     problems: list[str] = field(default_factory=list)
     bytes: int = 0
     _answers: dict[str, Admitted | Refused] = field(default_factory=dict)
+    _silent: dict[str, str] = field(default_factory=dict)
 
     def note(self, remote: Remote, error: Exception) -> None:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -165,17 +166,26 @@ class _Pull:
         """Fetch an engine, once for all modules of equal structure."""
         place = f"{fetcher.remote.url} {engine.key.digest}"
         if place not in self._answers:
-            try:
-                answer = fetcher.fetch(engine, verdict.graph, finding.path)
-            except RemoteError as error:
-                if error.cause not in ("broken", "absent"):
-                    raise
-                self.note(fetcher.remote, error)
-                answer = Refused(kind="damaged", reason=str(error))
-            self._answers[place] = answer
+            self._answers[place] = answer = self._fetch(engine, verdict, finding, fetcher)
             if isinstance(answer, Admitted) and answer.policy != "present":
                 self.bytes += engine.size
         return self._answers[place]
+
+    def _fetch(
+        self, engine: SharedEngine, verdict: SharedVerdict, finding: Finding, fetcher: Fetcher
+    ) -> Admitted | Refused:
+        """Fetch an engine. A remote that did not answer once is not asked for the next one."""
+        url = fetcher.remote.url
+        try:
+            if url in self._silent:
+                fetcher = replace(fetcher, local_only=True)
+            return fetcher.fetch(engine, verdict.graph, finding.path)
+        except RemoteError as error:
+            if url not in self._silent:
+                self.note(fetcher.remote, error)
+            if error.cause not in ("broken", "absent"):
+                self._silent.setdefault(url, str(error))
+            return Refused(kind="damaged", reason=self._silent.get(url, str(error)))
 
     def _local(self, finding: Finding, verdict: SharedVerdict) -> Verdict | None:
         """What was decided here for a graph, if its engines are still there."""

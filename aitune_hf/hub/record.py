@@ -20,6 +20,7 @@ from aitune_hf.cache.sealed import seal, unseal
 from aitune_hf.errors import AITuneError, CorruptEntryError
 from aitune_hf.graph.graph_spec import GraphSpec
 from aitune_hf.hub.signature import SIGNATURE_NAME
+from aitune_hf.tuning.results import CandidateResult
 from aitune_hf.tuning.verdict import EngineRecord
 
 __all__ = ["SCHEMA", "PipelineRecord", "SharedEngine", "SharedVerdict", "TunedIn", "record_path"]
@@ -83,7 +84,10 @@ class SharedEngine:
             files[name] = FileDigest(sha256=text_field(one, "sha256", "[0-9a-f]{64}"), size=whole_number(one, "size"))
             if files[name].size > _MAX_FILE_BYTES:
                 raise CorruptEntryError(f"{name}: {files[name].size} bytes are more than an engine can have")
-        return cls(record=EngineRecord.from_dict({key: fields[key] for key in fields if key != "files"}), files=files)
+        record = EngineRecord.from_dict({key: fields[key] for key in fields if key != "files"})
+        for each in _with_strict([record]):
+            _check_result(each.result)
+        return cls(record=record, files=files)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +126,7 @@ class SharedVerdict:
         for record in _with_strict(engine.record for engine in engines):
             if record.key.hierarchy_hash != structure or record.key.graph_key != graph.key[:32]:
                 raise CorruptEntryError("an engine that is not for the graph it is listed under")
-        return cls(graph=graph, engines=engines, lost=tuple(_object(item) for item in _items(fields, "lost")))
+        return cls(graph=graph, engines=engines, lost=tuple(_lost(item) for item in _items(fields, "lost")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,11 +276,39 @@ def _with_strict(records: Iterable[EngineRecord]) -> Iterator[EngineRecord]:
             step = step.strict
 
 
-def _items(data: Mapping[str, object], name: str) -> list[object]:
-    value = data[name]
+def _check_result(result: CandidateResult) -> None:
+    """What is compared and printed must be what it should be."""
+    numbers = [*vars(result.timing).values()] if result.timing else []
+    numbers += [result.max_error] if result.max_error is not None else []
+    if not all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers):
+        raise CorruptEntryError("a result with times or errors that are no numbers")
+    if not isinstance(result.lossy, bool) or not isinstance(result.options, Mapping):
+        raise CorruptEntryError("a result of another form")
+    for text in (result.backend, result.outcome, result.reason):
+        if not isinstance(text, str):
+            raise CorruptEntryError("a result with names that are no texts")
+
+
+def _lost(item: object) -> dict[str, Any]:
+    """Shape combinations for which eager stays: per combination and input, the sizes."""
+    found = _object(item)
+    if not isinstance(found["reason"], str):
+        raise CorruptEntryError("reason: expected a text")
+    for combination in _items(found, "shapes"):
+        for shape in _list(combination):
+            if not all(isinstance(size, int) and size >= 0 for size in _list(shape)):
+                raise CorruptEntryError("shapes: expected lists of whole numbers")
+    return found
+
+
+def _list(value: object) -> list[Any]:
     if not isinstance(value, list):
-        raise CorruptEntryError(f"{name}: expected a list")
+        raise CorruptEntryError("expected a list")
     return value
+
+
+def _items(data: Mapping[str, object], name: str) -> list[object]:
+    return _list(data[name])
 
 
 def _object(value: object) -> dict[str, Any]:

@@ -24,6 +24,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
     """A Hub that the client of this process talks to, logged in."""
     server = FakeHub()
     monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+    monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", server.endpoint)  # of the client's plain functions
     template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -35,9 +36,10 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
 
 
 @pytest.fixture(autouse=True)
-def no_first_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fake engines have no constants to make a stand-in of; tests/real tries the first load in a child process."""
-    monkeypatch.setattr(IsolatedBuilder, "try_engine", lambda *args, **kwargs: None)
+def no_first_load(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Fake engines have no constants to make a stand-in of; ``test_native`` tries real ones in a child process."""
+    if request.node.get_closest_marker("slow") is None:
+        monkeypatch.setattr(IsolatedBuilder, "try_engine", lambda *args, **kwargs: None)
 
 
 @pytest.fixture

@@ -117,6 +117,19 @@ def test_one_broken_engine_does_not_cost_the_others(hub: FakeHub, machine: Machi
     assert len(result.misses) == 1
 
 
+def test_a_hub_that_goes_silent_is_not_asked_again(
+    hub: FakeHub, machine: Machines, lines: Callable[[], list[str]]
+) -> None:
+    machine("mine").stock(Many(8))
+    machine("mine").push(Many(8), REPO)
+    hub.faults = [Fault("GET .*(manifest.json|model.bin)", status=503)]
+    with hub.counted() as requests:
+        result = machine("theirs").pull(Many(8), REPO)
+    assert len(requests) == 1 + 2 * 3  # the record; both files of one engine, three tries each
+    assert len(result.misses) == 8
+    assert len(result.problems) == len(lines()) == 1
+
+
 def test_a_second_repository_stands_in_for_one_that_fails(hub: FakeHub, machine: Machines, pushed: str) -> None:
     result = machine("theirs").pull(Block(), "me/gone", REPO)
     assert result.installed == 1

@@ -66,10 +66,19 @@ def spoil(record: PipelineRecord, change: Callable[[dict[str, Any]], None]) -> b
     return seal(f"pipelines/{record.pipeline_hash}.json", body)
 
 
+def verdict_in(body: dict[str, Any]) -> dict[str, Any]:
+    verdict: dict[str, Any] = next(iter(body["tuned"][0]["verdicts"].values()))[0]
+    return verdict
+
+
 def engine_in(body: dict[str, Any]) -> dict[str, Any]:
-    verdicts = next(iter(body["tuned"][0]["verdicts"].values()))
-    engine: dict[str, Any] = verdicts[0]["engines"][0]
+    engine: dict[str, Any] = verdict_in(body)["engines"][0]
     return engine
+
+
+def other_graph(engine: dict[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in engine.items() if name != "files"}
+    return {**plain, "key": {**engine["key"], "graph_key": "0" * 32}}
 
 
 @pytest.mark.parametrize(
@@ -89,6 +98,14 @@ def engine_in(body: dict[str, Any]) -> dict[str, Any]:
         lambda body: engine_in(body)["key"].update(hierarchy_hash="0" * 64),
         lambda body: engine_in(body)["key"].update(graph_key="0" * 32),
         lambda body: engine_in(body).update(files={}),
+        lambda body: engine_in(body)["result"].update(max_error="large"),
+        lambda body: engine_in(body)["result"].update(backend=["x"]),
+        lambda body: engine_in(body)["result"].update(timing={"speedup": "2"}),
+        lambda body: engine_in(body).update(strict=other_graph(engine_in(body))),
+        lambda body: verdict_in(body).update(lost=[{"shapes": 3, "reason": ""}]),
+        lambda body: verdict_in(body).update(lost=[{"shapes": [[["4"]]], "reason": ""}]),
+        lambda body: verdict_in(body).update(lost=[{}]),
+        lambda body: verdict_in(body)["graph"].pop("input_spec"),
         lambda body: engine_in(body)["files"].update({"../../evil": {"sha256": "0" * 64, "size": 1}}),
         lambda body: engine_in(body)["files"].update({"/etc/passwd": {"sha256": "0" * 64, "size": 1}}),
         lambda body: engine_in(body)["files"].update({"big": {"sha256": "0" * 64, "size": 2**52}}),
