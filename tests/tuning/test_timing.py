@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aitune_hf.tuning import timing
-from aitune_hf.tuning.timing import paired_timing
+from aitune_hf.tuning.timing import paired_timing, run_off_timing
 
 CPU = torch.device("cpu")
 Spend = Callable[[float], None]
@@ -61,3 +61,40 @@ def test_noise_is_met_with_more_pairs_and_never_wins(spend: Spend) -> None:
 def test_a_slow_case_stops_early_but_not_under_five_pairs(spend: Spend) -> None:
     found = paired_timing([(1, lambda: spend(2), lambda: spend(2))], 50, CPU, max_seconds=0.0)
     assert found.pairs == 5
+
+
+def test_a_run_off_times_both_against_the_same_eager_in_turn() -> None:
+    order: list[str] = []
+    runs = [lambda name=name: order.append(name) for name in ("eager", "one", "other")]
+    run_off_timing([(1, *runs)], 5, CPU)
+    assert order[:6] == ["eager", "one", "other"] * 2
+    assert len(order) % 3 == 0
+
+
+def test_a_run_off_tells_the_faster_one(spend: Spend) -> None:
+    one, other = run_off_timing([(1, lambda: spend(6), lambda: spend(2), lambda: spend(3))], 5, CPU)
+    assert (one.speedup, other.speedup) == (pytest.approx(3), pytest.approx(2))
+    assert not one.overlaps(other)
+    assert one.pairs == 5
+
+
+def test_a_run_off_goes_on_while_it_is_open_and_ends_once_both_are_near_enough(spend: Spend) -> None:
+    waits, others = itertools.cycle([1.0, 2.0, 3.0]), itertools.cycle([3.0, 1.0, 2.0])
+    one, other = run_off_timing(
+        [(1, lambda: spend(4), lambda: spend(next(waits)), lambda: spend(next(others)))], 5, CPU
+    )
+    assert one.pairs == other.pairs == 20
+    # Equal ones are told to be equal at once.
+    one, _ = run_off_timing([(1, lambda: spend(4), lambda: spend(2), lambda: spend(2))], 5, CPU)
+    assert one.pairs == 5
+
+
+def test_the_slowest_shape_is_told(spend: Spend) -> None:
+    cases = [(9, lambda: spend(2), lambda: spend(1)), (1, lambda: spend(9), lambda: spend(7))]
+    assert paired_timing(cases, 5, CPU).slowest_ms == pytest.approx(7)
+
+
+def test_noise_is_seen(spend: Spend) -> None:
+    waits = itertools.cycle([1.0, 2.0])
+    assert paired_timing([(1, lambda: spend(4), lambda: spend(next(waits)))], 9, CPU).is_noisy
+    assert not paired_timing([(1, lambda: spend(4), lambda: spend(2))], 9, CPU).is_noisy
