@@ -224,7 +224,7 @@ class _Fit:
         return self._weights_objection(engine)
 
     def _environment_objection(self, built: Environment) -> str | None:
-        fitting = [self.here, self.here.for_data()]
+        fitting = [self.here, self.here.for_data(), self.here.for_plans()]
         if self.here.device_type == "cpu" and self.here.can_be_portable:
             fitting.append(self.here.portable())
         if built in fitting:

@@ -11,6 +11,7 @@ from hub_server import FakeHub, Fault
 from sharing_kit import TOKEN, Block, Machine, Many, X, call
 
 from aitune_hf.errors import HubError
+from aitune_hf.hub import hub_remote
 from aitune_hf.hub.hub_remote import HubRemote
 from aitune_hf.hub.remote import RemoteError, redacted
 
@@ -115,6 +116,16 @@ def test_one_broken_engine_does_not_cost_the_others(hub: FakeHub, machine: Machi
     result = machine("theirs").pull(Many(3), REPO)
     assert result.installed == 2
     assert len(result.misses) == 1
+
+
+def test_a_hub_that_hangs_is_given_up(
+    hub: FakeHub, machine: Machines, pushed: str, monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr(hub_remote, "_TIMEOUT_S", 0.05)
+    hub.faults = [Fault(RECORD, "slow")]
+    assert machine("theirs").pull(Block(), REPO).installed == 0
+    assert "did not answer" in lines()[0]
+    assert len(lines()) == 1
 
 
 def test_a_hub_that_goes_silent_is_not_asked_again(

@@ -10,6 +10,8 @@ from hub_server import FakeHub
 from huggingface_hub import constants, snapshot_download
 from sharing_kit import Block, Machine, Many
 
+from aitune_hf.hub.remote import open_remote
+
 REPO = "me/tuned"
 Machines = Callable[[str], Machine]
 
@@ -101,3 +103,12 @@ def test_a_record_that_is_too_large_is_refused(hub: FakeHub, machine: Machines, 
     result = machine("theirs").pull(Block(), REPO)
     assert "larger than" in result.problems[0]
     assert len(lines()) == 1
+
+
+def test_a_long_listing_comes_in_pages(hub: FakeHub) -> None:
+    paths = [f"aitune/v1/pipelines/{number:064x}.json" for number in range(2500)]
+    hub.add(REPO, dict.fromkeys([*paths, "README.md"], b"{}"))
+    with hub.counted() as requests:
+        assert sorted(open_remote(REPO).names("aitune/v1/pipelines", revision=None)) == paths
+        assert open_remote(REPO).names("nowhere", revision=None) == []
+    assert len(requests) == 3 + 1

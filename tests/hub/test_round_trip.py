@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hub_server import FakeHub
-from sharing_kit import Block, Machine, Many, X, call, elsewhere
+from sharing_kit import Block, Machine, Many, PlainBackend, X, call, elsewhere
 
+from aitune_hf import pull_tuned, tune
+from aitune_hf.backends import registry
+from aitune_hf.backends.base import Recipe
 from aitune_hf.errors import HubError
 from aitune_hf.hub.lookup import explain_remote
+from aitune_hf.hub.publish import push
+from aitune_hf.hub.pull import pull
 from aitune_hf.hub.remote import open_remote
+from aitune_hf.hub.trust import Trust
 from aitune_hf.tuning.hints import read_hints
 
 REPO = "me/tuned"
@@ -106,6 +113,20 @@ def test_an_untrusted_engine_is_not_fetched_and_leaves_its_recipe(
     assert lines() == []
 
 
+def test_tune_builds_the_recipe_first(hub: FakeHub, machine: Machines) -> None:
+    mine = machine("mine").with_options(level=3)
+    mine.tuned(Block())
+    mine.push(Block(), REPO)
+    backend = PlainBackend()
+    offered = [Recipe(effort="fast"), Recipe(options={"level": 3}, effort="max")]
+    backend.recipes = lambda device: offered  # type: ignore[method-assign]
+    config = machine("theirs").config(backends=(backend,), effort="fast")
+    module = Block()
+    assert pull_tuned(module, REPO, config).modules[0].answer == "recipe"
+    tune(module, [X], config)
+    assert backend.options[0] == {"level": 3}
+
+
 def test_trust_in_one_commit_covers_no_other(hub: FakeHub, machine: Machines) -> None:
     module = Block()
     machine("mine").tuned(module)
@@ -139,6 +160,48 @@ def test_an_engine_for_another_machine_is_a_named_miss(
     assert len(requests) == 1
     assert said in result.misses[""]
     assert result.installed == 0
+
+
+class DataBackend(PlainBackend):
+    """Its artefacts are data."""
+
+    native = False
+
+    def __init__(self) -> None:
+        super().__init__("datafake")
+
+
+def test_data_fits_every_machine_and_needs_no_trust(
+    hub: FakeHub, machine: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = SimpleNamespace(load=lambda: DataBackend)
+    monkeypatch.setattr(registry, "_third_party", lambda: {"datafake": point})
+    module, mine = Block(), machine("mine")
+    tune(module, [X], mine.config(backends=("datafake",)))
+    pushed = push(mine.target(module, backends=("datafake",)), open_remote(REPO))
+    assert "/data-cpu/" in pushed.added[0]
+    elsewhere(monkeypatch, cpu_isa="avx2", torch="2.99.0", libc="glibc2.17")
+    other = Block()
+    result = pull(machine("theirs").target(other, backends=("datafake",)), [open_remote(REPO)])
+    assert [outcome.answer for outcome in result.modules] == ["hit"], result.summary()
+    call(other)
+    call(other)
+    assert result.confirm()
+
+
+def test_portable_engines_fit_machines_that_build_for_themselves(
+    hub: FakeHub, machine: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v3 = ("abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "popcnt", "sse4_2", "ssse3")
+    elsewhere(monkeypatch, arch="x86_64", cpu_isa="avx512", cpu_features=(*v3, "avx512f"))
+    module, mine = Block(), machine("mine")
+    tune(module, [X], mine.config(portable=True))
+    assert push(mine.target(module, portable=True), open_remote(REPO)).added
+    elsewhere(monkeypatch, arch="x86_64", cpu_isa="avx2", cpu_features=v3)
+    assert machine("theirs").pull(Block(), REPO).installed == 1
+    elsewhere(monkeypatch, arch="x86_64", cpu_isa="sse", cpu_features=("sse4_2",))
+    old = machine("old").pull(Block(), REPO)
+    assert old.misses[""].startswith("built for x86-64-v3 CPUs, this machine has sse")
 
 
 def test_machines_of_two_kinds_share_one_record(
@@ -184,9 +247,6 @@ def test_a_backend_that_is_not_in_use_is_a_named_miss(hub: FakeHub, machine: Mac
     machine("mine").tuned(Block())
     machine("mine").push(Block(), REPO)
     found = machine("theirs").target(Block(), backends=("inductor",))
-    from aitune_hf.hub.pull import pull
-    from aitune_hf.hub.trust import Trust
-
     result = pull(found, [open_remote(REPO)], trust=Trust(everything=True))
     assert "the backend fake is not in use here" in result.misses[""]
 
