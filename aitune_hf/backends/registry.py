@@ -28,6 +28,7 @@ ENTRY_POINT_GROUP = "aitune_hf.backends"
 #: Built-in backends: name → where its class is. Nothing is imported before it is asked for.
 _BUILTIN: Mapping[str, str] = {
     "inductor": "aitune_hf.backends.inductor:InductorBackend",
+    "onnxruntime": "aitune_hf.backends.onnxruntime:OnnxRuntimeBackend",
     "openvino": "aitune_hf.backends.openvino:OpenVINOBackend",
     "tensorrt": "aitune_hf.backends.tensorrt:TensorRTBackend",
     "tensorrt_rtx": "aitune_hf.backends.tensorrt:TensorRTRTXBackend",
