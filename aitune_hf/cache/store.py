@@ -193,13 +193,18 @@ class LocalStore:
         return sweep(self._layout)
 
     def evict(self, entry: Entry, reason: str) -> None:
-        """Set an entry aside that proved wrong in use, unless another one has taken its place meanwhile."""
+        """Set an entry aside that proved wrong in use, unless another one has taken its place meanwhile.
+
+        One that came from somewhere else counts as rejected, so that it is not fetched again.
+        """
         key = entry.manifest.key
         self._private.pop(key.digest, None)
         path = self.root / key.entry_path
         with suppress(CacheError, OSError):
             if read_manifest(path) == entry.manifest:
                 quarantine(self._layout, path, reason)
+                if "admitted" in entry.manifest.provenance:
+                    self._rejections.remember(entry.manifest.content_digest, reason)
 
     def reject(self, slot: Slot, manifest: Manifest, reason: str) -> None:
         """Set aside what lies in a slot's work directory, and remember that these files failed here."""

@@ -56,6 +56,9 @@ class Fetcher:
             found = store.lookup(key)
             if isinstance(found, Entry):
                 return Admitted(entry=found, policy="present")
+            files = {name: one for name, one in engine.files.items() if name not in (MANIFEST_NAME, SIGNATURE_NAME)}
+            if (earlier := store.rejection(Manifest(key=key, files=files))) is not None:
+                return Refused(kind="crashed", reason=f"it failed on this machine earlier: {earlier}")
             with tempfile.TemporaryDirectory(prefix="aitune-pull-") as name:
                 folder = Path(name)
                 try:

@@ -82,7 +82,11 @@ class HubRemote:
     ) -> None:
         self.repo_id = repo_id
         self._api = HfApi(endpoint=endpoint, token=token, library_name="aitune-hf", library_version=__version__)
-        self._headers = build_hf_headers(token=token, library_name="aitune-hf", library_version=__version__)
+        headers = build_hf_headers(token=token, library_name="aitune-hf", library_version=__version__)
+        self._headers = {
+            **headers,
+            "Accept-Encoding": "identity",
+        }  # sizes are bounds, so they must be those of the file
         self._sleep = sleep
 
     @property
@@ -94,7 +98,9 @@ class HubRemote:
         """See :class:`~aitune_hf.hub.remote.Remote`."""
         try:
             with self._explained("read"):
-                info = self._api.model_info(self.repo_id, revision=revision, timeout=_TIMEOUT_S)
+                info = self._api.model_info(
+                    self.repo_id, revision=revision, timeout=_TIMEOUT_S, expand=["sha", "private"]
+                )
         except RemoteError as error:
             if error.cause == "absent":
                 return None
@@ -187,7 +193,7 @@ class HubRemote:
         """What the Hub says about another model, in one request. One that cannot be seen counts as private."""
         try:
             with self._explained("read"):
-                info = self._api.model_info(name, timeout=_TIMEOUT_S)
+                info = self._api.model_info(name, timeout=_TIMEOUT_S, expand=["private", "gated", "cardData"])
         except RemoteError as error:
             if error.cause in ("absent", "denied", "gated"):
                 return BaseModel(name=name, restricted="private or gated, or gone", license=None)

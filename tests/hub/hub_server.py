@@ -254,19 +254,16 @@ class _Handler(BaseHTTPRequestHandler):
         repo = self._repo(name)
         if repo is None or (commit := self._commit_at(repo, revision or "main")) is None:
             return
-        self._answer(
-            200,
-            {
-                "id": name,
-                "modelId": name,
-                "sha": commit.oid,
-                "private": repo.private,
-                "gated": "manual" if repo.gated else False,
-                "cardData": repo.card,
-                "tags": [],
-                "siblings": [{"rfilename": path} for path in list(commit.files)[:PAGE]],
-            },
-        )
+        facts = {
+            "sha": commit.oid,
+            "private": repo.private,
+            "gated": "manual" if repo.gated else False,
+            "cardData": repo.card,
+            "tags": [],
+            "siblings": [{"rfilename": path} for path in commit.files],
+        }
+        asked = parse_qs(urlsplit(self.path).query).get("expand", list(facts))
+        self._answer(200, {"id": name, "modelId": name, **{key: facts[key] for key in asked}})
 
     def tree(self, name: str, revision: str, folder: str = "") -> None:
         repo = self._repo(name)

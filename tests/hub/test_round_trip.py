@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from hub_server import FakeHub
+from huggingface_hub import constants
 from sharing_kit import Block, Machine, Many, PlainBackend, X, call, elsewhere
 
-from aitune_hf import pull_tuned, tune
+from aitune_hf import pull_tuned, stats, tune
 from aitune_hf.backends import registry
 from aitune_hf.backends.base import Recipe
 from aitune_hf.errors import HubError
@@ -299,3 +300,41 @@ def test_large_files_come_from_another_host_without_the_token(hub: FakeHub, mach
     elsewhere_asked = [each for each in hub.requests if each.host.startswith("localhost")]
     assert elsewhere_asked
     assert all(each.authorization is None for each in elsewhere_asked)
+
+
+def test_an_engine_that_answers_wrong_here_is_not_fetched_again(hub: FakeHub, machine: Machines) -> None:
+    machine("mine").tuned(Block())
+    machine("mine").push(Block(), REPO)
+    wrong = PlainBackend(spoil=lambda leaves: [leaf + 1 for leaf in leaves])
+    config = machine("theirs").config(backends=(wrong,))
+    module = Block()
+    result = pull_tuned(module, REPO, config, trust=True)
+    assert result.installed == 1
+    for _ in range(2):
+        assert torch.equal(call(module), module.linear(X).relu())
+    assert not result.confirm()
+    with hub.counted() as requests:
+        again = pull_tuned(Block(), REPO, config, trust=True)
+    assert len(requests) == 1
+    assert "it failed on this machine earlier: wrong in use" in again.misses[""]
+
+
+def test_a_module_that_only_counts_its_calls_takes_an_engine(hub: FakeHub, machine: Machines) -> None:
+    machine("mine").tuned(Block())
+    machine("mine").push(Block(), REPO)
+    module = Block()
+    tune(module, [X], machine("theirs").config(min_parameters=10**9))
+    assert stats(module).modules
+    result = machine("theirs").pull(module, REPO)
+    assert result.installed == 1
+    call(module)
+    call(module)
+    assert result.confirm()
+
+
+def test_offline_says_so_when_pushing(hub: FakeHub, machine: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine("mine").tuned(Block())
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(HubError, match="HF_HUB_OFFLINE is set"):
+        machine("mine").push(Block(), REPO)
+    assert hub.requests == []
