@@ -83,6 +83,7 @@ class TensorRTEngine:
         self._local = threading.local()
         self._generation = 0
         self._bound: dict[str, torch.Tensor] = {}
+        self._tables: list[tuple[torch.Tensor, int]] = []
         live = self._live()  # Checked before any native code runs.
         self._runtime, self._engine = load_plan(sdk, content, self._device, self._path)
         self._check_interface()
@@ -90,6 +91,9 @@ class TensorRTEngine:
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run on torch's current stream."""
+        if any(table._version != version for table, version in self._tables):
+            with self._lock:
+                self._live()
         with torch.cuda.device(self._device):
             mine = self._own_context()
             current = torch.cuda.current_stream(self._device)
@@ -136,7 +140,9 @@ class TensorRTEngine:
         module = self._module()
         if module is None:
             raise EngineLoadError(f"{self._path}: the module of this engine no longer exists")
-        return self._weights.live(module, self._path, self._device)
+        live = self._weights.live(module, self._path, self._device)
+        self._tables = self._weights.tables(module, self._path)
+        return live
 
     def _bind(self, live: dict[str, torch.Tensor]) -> None:
         if self._weights.delivery == "refit":

@@ -56,21 +56,37 @@ class PlanWeights:
         """The tensors by the plan's names, cast where it wants another type.
 
         Raises:
-            EngineLoadError: naming the first that is missing or has another form, or a table with other values.
+            EngineLoadError: naming the first that is missing or has another form.
         """
-        for constant, digest in self.pinned:
-            table = lookup(module, constant.path)
-            if table is None or table.is_meta or tensor_digest(table) != digest:
-                what = "is not there" if table is None else "has other values than when the engine was built"
-                raise EngineLoadError(
-                    f"{where}: {constant.name} {what}. It is a table that became part of the engine; tune again for this "
-                    "module"
-                )
         if self.delivery == "plan":
             return {}
         found = resolve(list(self.constants.values()), module, {}, where, device)
         dtype = None if self.dtype is None else getattr(torch, self.dtype)
         return {name: _as_wanted(found[constant.name], dtype) for name, constant in self.constants.items()}
+
+    def tables(self, module: nn.Module, where: str) -> list[tuple[torch.Tensor, int]]:
+        """The tables that the plan relies on, each with its version: it has to be looked at again when that changes.
+
+        Raises:
+            EngineLoadError: naming the first that is missing or has other values.
+        """
+        found: list[tuple[torch.Tensor, int]] = []
+        for constant, digest in self.pinned:
+            table = lookup(module, constant.path)
+            problem = None
+            if table is None:
+                problem = "is not there"
+            elif table.is_inference():
+                problem = "was made in inference mode, where edits leave no trace"
+            elif table.is_meta or tensor_digest(table) != digest:
+                problem = "has other values than when the engine was built"
+            if problem or table is None:
+                raise EngineLoadError(
+                    f"{where}: {constant.name} {problem}. It is a table that became part of the engine; tune again for "
+                    "this module"
+                )
+            found.append((table, table._version))
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """JSON form; holds no values."""

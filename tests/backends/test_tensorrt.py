@@ -353,8 +353,9 @@ def test_a_table_with_other_values_is_refused(order: Callable[..., BuildRequest]
     for constant in data["constants"].values():
         constant["device"] = "cpu"
     weights, here = PlanWeights.from_json(data), torch.device("cpu")
+    assert [table is request.module.table for table, _ in weights.tables(request.module, "model")] == [True]
     live = weights.live(request.module, "model", here)
     assert live["qkv.weight"].data_ptr() == request.module.qkv.weight.data_ptr()  # type: ignore[union-attr]
     request.module.table += 1  # type: ignore[operator]
     with pytest.raises(EngineLoadError, match="table has other values"):
-        weights.live(request.module, "model", here)
+        weights.tables(request.module, "model")
