@@ -10,6 +10,7 @@ import pytest
 
 from aitune_hf import TuneConfig
 from aitune_hf.errors import AITuneError, ConfigError
+from aitune_hf.strategy import LatencyBudget, MaxThroughput, OneBackend
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,12 @@ from aitune_hf.errors import AITuneError, ConfigError
         ("dry_run_failure_probability", 2.0),
         ("skip_modules", "BertModel"),
         ("backends", "inductor"),
+        ("effort", "some"),
+        ("precision", "loose"),
+        ("candidate_timeout_s", 0.0),
+        ("batch_sizes", (1, 0)),
+        ("batch_sizes", (1.5,)),
+        ("strategy", object()),
     ],
 )
 def test_a_wrong_value_is_an_error_that_names_the_setting(name: str, value: Any) -> None:
@@ -74,3 +81,48 @@ def test_what_cannot_be_read_is_named(variable: str) -> None:
 def test_a_variable_that_is_no_setting_is_named() -> None:
     with pytest.raises(ConfigError, match="AITUNE_HF_SPEED names no setting"):
         TuneConfig.from_env({"AITUNE_HF_SPEED": "1"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"strategy": "latency_budget"}, "needs latency_budget_ms"),
+        ({"strategy": "latency_budget", "latency_budget_ms": -1.0}, "latency_budget_ms must be more than 0"),
+        ({"strategy": "one_backend"}, "exactly one name in backends"),
+        ({"strategy": "one_backend", "backends": ("a", "b")}, "exactly one name in backends"),
+        ({"precision": "relaxed"}, "needs a budget"),
+    ],
+)
+def test_what_does_not_say_enough_is_an_error_at_once(settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TuneConfig(**settings)
+
+
+def test_strategies_by_name_or_as_objects() -> None:
+    assert TuneConfig().chosen_strategy == MaxThroughput()
+    named = TuneConfig(strategy="latency_budget", latency_budget_ms=5.0)
+    assert named.chosen_strategy == LatencyBudget(latency_budget_ms=5.0)
+    assert TuneConfig(strategy="one_backend", backends=("inductor",)).chosen_strategy == OneBackend()
+    given = OneBackend(backend="openvino")
+    assert TuneConfig(strategy=given).chosen_strategy is given
+    read = TuneConfig.from_env(
+        {
+            "AITUNE_HF_STRATEGY": "latency_budget",
+            "AITUNE_HF_LATENCY_BUDGET_MS": "2.5",
+            "AITUNE_HF_EFFORT": "max",
+            "AITUNE_HF_PRECISION": "strict",
+            "AITUNE_HF_BATCH_SIZES": "1, 4",
+            "AITUNE_HF_CANDIDATE_TIMEOUT_S": "60",
+            "AITUNE_HF_DEBUG": "1",
+        }
+    )
+    assert read.chosen_strategy == LatencyBudget(latency_budget_ms=2.5)
+    assert (read.effort, read.precision, read.batch_sizes, read.debug) == ("max", "strict", (1, 4), True)
+    assert read.candidate_timeout_s == 60
+
+
+def test_batch_sizes_are_swept_with_the_highest_effort_or_when_named() -> None:
+    assert TuneConfig().swept_batch_sizes == ()
+    assert TuneConfig(effort="max").swept_batch_sizes == (1, 2, 4, 8)
+    assert TuneConfig(effort="max", batch_sizes=()).swept_batch_sizes == ()
+    assert TuneConfig(batch_sizes=[3]).swept_batch_sizes == (3,)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from aitune_hf.backends.testing import FakeBackend
 from aitune_hf.cache import Environment
 from aitune_hf.errors import BuildError, ConfigError, SampleError
 from aitune_hf.graph import BatchDim, DynamicShapes
+from aitune_hf.tuning import drive
+from aitune_hf.tuning.drive import make_tuner
+from aitune_hf.tuning.progress import Progress
 
 
 class Slow(nn.Module):
@@ -260,6 +264,75 @@ def test_an_interrupt_while_building_leaves_the_module_eager_and_the_cache_clean
     assert "forward" not in vars(model)
     assert not list(tmp_path.rglob("manifest.json"))
     assert not [path for path in (tmp_path / "aitune" / "tmp").glob("*") if path.is_dir()]
+
+
+class Buggy(FakeBackend):
+    """Raises where only a fault of ours could: what it is asked there is no candidate's to fail at."""
+
+    def version(self) -> str:
+        if self.builds:
+            raise NameError("a slip")
+        return "1"
+
+
+def test_a_fault_of_our_own_is_loud_and_leaves_the_module_usable(
+    tmp_path: Path, model: nn.Module, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, backend = torch.randn(2, 4), Buggy()
+    backend.builds.append("")
+    config = first_working(tmp_path, FakeBackend())
+    expected = model(x).detach()
+    broken = make_tuner(config)
+    broken.backends[0] = broken.book.backends[0] = backend  # type: ignore[index]
+    for debug in (False, True):
+        caplog.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(drive, "make_tuner", lambda config: broken)
+            if debug:
+                with pytest.raises(NameError, match="a slip"):
+                    tune(model, [x], replace(config, debug=True))
+            else:
+                assert "a slip" in tune(model, [x], config).rows[0].note
+        (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert record.exc_info is not None
+        torch.testing.assert_close(model(x).detach(), expected)
+        untune(model)
+        assert "forward" not in vars(model)
+
+
+def test_eager_that_fails_at_an_end_of_the_range_is_a_reason_and_no_fault(tmp_path: Path) -> None:
+    class Picky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.shape[0] == 16:
+                raise ValueError("not sixteen")
+            return self.linear(x)
+
+    shapes = {"": DynamicShapes(x={0: BatchDim(min=1, max=16)})}
+    report = tune(Picky().eval(), [torch.randn(2, 4)], first_working(tmp_path, FakeBackend(), dynamic_shapes=shapes))
+    assert "eager itself fails at input shapes [[16, 4]]: ValueError('not sixteen')" in str(
+        [one.reason for one in report.results[0].candidates]
+    )
+
+
+def test_progress_names_module_and_candidate_and_which_of_how_many(
+    tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[str] = []
+    original = Progress.phase
+
+    def phase(self: Progress, what: str, *args: Any) -> Any:
+        shown.append(what)
+        return original(self, what, *args)
+
+    monkeypatch.setattr(Progress, "phase", phase)
+    tune(model, [torch.randn(2, 4)], settings(tmp_path, fast_backend("a"), FakeBackend("b")))
+    assert shown[0] == "recording"
+    for what in ("building a (1 of 2)", "checking a (1 of 2)", "timing a (1 of 2)", "building b (2 of 2)"):
+        assert f"Slow: {what}" in shown
 
 
 def test_no_sample_is_an_error_at_once(tmp_path: Path, model: nn.Module) -> None:
