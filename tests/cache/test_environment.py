@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -176,3 +177,24 @@ def test_this_machine_has_an_environment() -> None:
     assert Environment.from_dict(environment.to_dict()) == environment
     assert environment.tag.startswith("torch")
     assert environment.cuda is None
+
+
+def test_plans_have_an_environment_of_their_own() -> None:
+    """They need a driver and their own runtime: neither torch nor the CPU beside the GPU matters, the GPU does."""
+    whole = Environment(
+        device_type="cuda",
+        arch="x86_64",
+        os="linux",
+        torch="2.13.0",
+        cuda="13.0",
+        sm="sm89",
+        cpu_isa="avx2",
+        libc="glibc2.36",
+    )
+    plans = whole.for_plans()
+    assert plans.tag == "cuda-sm89-x86_64-linux"
+    assert not plans.is_data
+    assert plans == replace(whole, torch="2.11.0", cuda="12.8", libc="glibc2.41").for_plans() == plans.for_plans()
+    assert plans != replace(whole, sm="sm86").for_plans()
+    assert Environment.from_dict(plans.to_dict()) == plans
+    assert whole.for_data() != plans
