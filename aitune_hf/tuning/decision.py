@@ -166,7 +166,8 @@ class GraphDecision:
         return bool(tried) and all(candidate.structural for candidate in tried)
 
     def _why(self) -> str:
-        reasons = [f"{one.label}: {one.reason}" for one in self._candidates if one.reason]
+        tried = [one for one in self._candidates if one.outcome != "unavailable"] or self._candidates
+        reasons = [f"{one.label}: {one.reason}" for one in tried if one.reason]
         return "; ".join(dict.fromkeys(reasons)) or "no backend"
 
 

@@ -55,7 +55,7 @@ def policy_of(config: TuneConfig, backends: Sequence[Backend]) -> str:
     return policy_digest(
         {
             "aitune_hf": __version__,
-            "backends": [[backend.name, backend.version()] for backend in backends],
+            "backends": [[backend.name, _version(backend)] for backend in backends],
             "strategy": repr(config.chosen_strategy),
             "effort": config.effort,
             "precision": config.precision,
@@ -65,6 +65,13 @@ def policy_of(config: TuneConfig, backends: Sequence[Backend]) -> str:
             "tolerance": None if tolerance is None else [tolerance.atol, tolerance.rtol],
         }
     )
+
+
+def _version(backend: Backend) -> str:
+    try:
+        return backend.version()
+    except Exception as error:  # noqa: BLE001 - code of third parties; such a backend is named as unavailable later.
+        return f"unknown: {type(error).__name__}"
 
 
 @dataclass(frozen=True, kw_only=True)

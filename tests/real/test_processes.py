@@ -77,7 +77,8 @@ def build(width):
     torch.set_num_threads(1)
     model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU()).eval()
     twin, x = copy.deepcopy(model), torch.randn(3, width)
-    config = aitune_hf.TuneConfig(cache_dir=Path.cwd() / "cache", strategy="first_working", progress=False)
+    settings = {"backends": ["inductor"], "strategy": "first_working", "progress": False}
+    config = aitune_hf.TuneConfig(cache_dir=Path.cwd() / "cache", **settings)
     report = aitune_hf.tune(model, [x], config)
     assert report.builds == 1, str(report)
     with torch.no_grad():

@@ -101,6 +101,9 @@ def test_an_unavailable_backend_and_one_without_recipes_are_named_once(tmp_path:
         def available(self) -> str | None:
             raise OSError("no such device")
 
+        def version(self) -> str:
+            raise ImportError("no such library")
+
     backends = [
         Away("away", recipes=three_recipes()),
         Broken("broken"),
