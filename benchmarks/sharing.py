@@ -1,6 +1,9 @@
 """One structure, one engine: what 2, 6, 12 and 24 equal blocks cost to tune, to keep and to run.
 
-    python benchmarks/sharing.py [--json FILE]
+    python benchmarks/sharing.py [--json FILE] [--backends NAME ...]
+
+Engines of AOTInductor read the modules' own weights, so that is what is measured unless other backends are named: those
+of OpenVINO and ONNX Runtime share their files in the same way, but keep a packed copy of the weights in memory.
 
 For each model and number of blocks, in fresh processes: engines built, seconds to build, bytes in the cache, speed
 against eager (pairs in one run), peak memory against eager, and the time a second process needs beyond eager.
@@ -74,7 +77,7 @@ def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def worker(kind: str, model: str, blocks: int, width: int | None, cache: str) -> dict[str, Any]:
+def worker(kind: str, model: str, blocks: int, width: int | None, cache: str, backends: list[str]) -> dict[str, Any]:
     """One process: ``eager``, ``tune`` (builds) or ``warm`` (loads)."""
     import diffusers  # noqa: F401
 
@@ -84,7 +87,7 @@ def worker(kind: str, model: str, blocks: int, width: int | None, cache: str) ->
     make = MODELS[model]
     net, args = make(blocks, width) if width else make(blocks)
     weights = sum(p.numel() * p.element_size() for p in net.parameters())
-    config = TuneConfig(cache_dir=Path(cache), granularity="blocks", progress=False)
+    config = TuneConfig(cache_dir=Path(cache), granularity="blocks", progress=False, backends=backends)
     result: dict[str, Any] = {"weights_mb": weights / 1e6}
     with torch.no_grad():
         if kind == "tune":
@@ -125,19 +128,20 @@ def paired(tuned: nn.Module, eager: nn.Module, args: tuple[torch.Tensor, ...], p
     return {"speedup": middle, "speedup_low": low, "speedup_high": high}
 
 
-def run(kind: str, model: str, blocks: int, width: int | None, cache: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--worker", kind, model, str(blocks), str(width or 0), cache]
+def run(kind: str, model: str, blocks: int, width: int | None, cache: str, backends: list[str]) -> dict[str, Any]:
+    named = ["--backends", *backends]
+    command = [sys.executable, __file__, "--worker", kind, model, str(blocks), str(width or 0), cache, *named]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 
-def measure(model: str, blocks: int, width: int | None = None) -> dict[str, Any]:
+def measure(model: str, blocks: int, backends: list[str], width: int | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
-        cold = run("tune", model, blocks, width, cache)
+        cold = run("tune", model, blocks, width, cache, backends)
         size = sum(path.stat().st_size for path in Path(cache, "aitune", "v1").rglob("*") if path.is_file())
-        warm = run("warm", model, blocks, width, cache)
-        eager = run("eager", model, blocks, width, cache)
+        warm = run("warm", model, blocks, width, cache, backends)
+        eager = run("eager", model, blocks, width, cache, backends)
     return {
         "model": model,
         "blocks": blocks,
@@ -154,14 +158,15 @@ def measure(model: str, blocks: int, width: int | None = None) -> dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--backends", nargs="+", default=["inductor"])
     parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         kind, model, blocks, width, cache = arguments.worker
-        print(json.dumps(worker(kind, model, int(blocks), int(width) or None, cache)))
+        print(json.dumps(worker(kind, model, int(blocks), int(width) or None, cache, arguments.backends)))
         return
-    rows = [measure(model, blocks) for model in MODELS for blocks in COUNTS]
-    rows.append(measure("dit", 24, 704))  # about 100 M parameters
+    rows = [measure(model, blocks, arguments.backends) for model in MODELS for blocks in COUNTS]
+    rows.append(measure("dit", 24, arguments.backends, 512))  # about 100 M parameters
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, {torch.get_num_threads()} threads")
     print("model blocks  weights  builds  tune s  cache MB  cache/weights  speed-up (quartiles)  warm + s  peak/eager")
     for row in rows:
