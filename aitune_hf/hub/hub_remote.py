@@ -8,8 +8,6 @@ second copy of every engine. What the client's cache holds already (after ``hf d
 from __future__ import annotations
 
 import hashlib
-import random
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,20 +20,17 @@ from urllib.parse import quote
 from huggingface_hub import CommitOperationAdd, HfApi, constants, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
-    GatedRepoError,
     HfHubHTTPError,
     OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
 )
 from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined] # re-exported late
 
 from aitune_hf.cache import FileDigest
 from aitune_hf.cache.digests import copy_verified
 from aitune_hf.errors import CorruptEntryError
+from aitune_hf.hub.hub_failure import HTTP_ERROR, RETRIED, failure, pause_s, refusal, status_sentence, wait_s
 from aitune_hf.hub.remote import (
     Addition,
-    Cause,
     Head,
     Landed,
     Reading,
@@ -55,9 +50,6 @@ _ATTEMPTS = 3
 _TIMEOUT_S = 10.0
 _THREADS = 4
 _CHUNK = 1 << 16
-_RETRIED = frozenset({408, 429, 500, 502, 503, 504})
-#: The client's HTTP library changed its name between versions of the client; its errors are the parents of the client's.
-_HTTP_ERROR: type[Exception] = next(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,12 +172,12 @@ class HubRemote:
             status = error.response.status_code
             if status in (409, 412):
                 raise RemoteConflictError(f"{self.repo_id} was changed by somebody else meanwhile") from error
-            if status in _RETRIED and status != 429:
-                raise RemoteUncertainError(f"{self.repo_id}: {_status_sentence(status)}") from error
-            raise self._failure("write", error) from error
-        except (OSError, RuntimeError, ValueError, _HTTP_ERROR) as error:
+            if status in RETRIED and status != 429:
+                raise RemoteUncertainError(f"{self.repo_id}: {status_sentence(status)}") from error
+            raise failure(self.repo_id, "write", error) from error
+        except (OSError, RuntimeError, ValueError, HTTP_ERROR) as error:
             if isinstance(error, (OfflineModeIsEnabled, RuntimeError, ValueError)):  # nothing was committed
-                raise self._failure("write", error) from error
+                raise failure(self.repo_id, "write", error) from error
             raise RemoteUncertainError(f"{self.repo_id}: no answer to a commit ({type(error).__name__})") from error
         return Landed(commit=str(info.oid), url=str(info.pr_url or info.commit_url))
 
@@ -249,13 +241,13 @@ class HubRemote:
                             return take(response), _commit_of(response)
                         if response.headers.get("X-Error-Code") == "EntryNotFound":
                             return None, _commit_of(response)
-                        wait = _wait_s(response, attempt)
-                        if status not in _RETRIED or attempt == _ATTEMPTS or wait > left:
-                            raise self._refusal("read", status, response.headers)
-                except _HTTP_ERROR:
+                        wait = wait_s(response, attempt)
+                        if status not in RETRIED or attempt == _ATTEMPTS or wait > left:
+                            raise refusal(self.repo_id, "read", status, response.headers)
+                except HTTP_ERROR:
                     if attempt == _ATTEMPTS:
                         raise
-                    wait = _pause_s(attempt)
+                    wait = pause_s(attempt)
                 self._sleep(wait)
                 left -= wait
         raise AssertionError("the last attempt returns or raises")
@@ -266,53 +258,8 @@ class HubRemote:
             yield
         except RemoteError:
             raise
-        except (OSError, ValueError, EntryNotFoundError, _HTTP_ERROR) as error:
-            raise self._failure(what, error) from error
-
-    def _failure(self, what: str, error: Exception) -> RemoteError:
-        if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
-            return self._failure(what, error.__cause__)  # what the client says of an upload that failed
-        if isinstance(error, HfHubHTTPError):
-            return self._refusal(what, error.response.status_code, error.response.headers, error)
-        if isinstance(error, OfflineModeIsEnabled):
-            return RemoteError(f"{self.repo_id}: HF_HUB_OFFLINE is set; unset it to {what} it", "offline")
-        if isinstance(error, (_HTTP_ERROR, ConnectionError, TimeoutError)):
-            return RemoteError(
-                f"{self.repo_id}: the Hub did not answer, or stopped midway ({_kind(error)})", "unreachable"
-            )
-        first = (str(error).strip() or _kind(error)).splitlines()[0]
-        return RemoteError(f"cannot {what} {self.repo_id}: {first}", "broken")
-
-    def _refusal(
-        self, what: str, status: int, headers: Mapping[str, str], error: Exception | None = None
-    ) -> RemoteError:
-        code = headers.get("X-Error-Code", "")
-        cause: Cause
-        if isinstance(error, GatedRepoError) or code == "GatedRepo":
-            cause, text = "gated", f"{self.repo_id} is gated: ask for access on its page, then `hf auth login`"
-        elif isinstance(error, RevisionNotFoundError) or code == "RevisionNotFound":
-            cause, text = "absent", f"{self.repo_id} has no such revision"
-        elif code == "RepoNotFound" or (isinstance(error, RepositoryNotFoundError) and status == 404) or status == 404:
-            cause, text = "absent", f"there is no {self.repo_id}, or it is private and your token may not see it"
-        elif status == 401:
-            cause, text = "denied", f"{self.repo_id} needs a valid token to {what} it: `hf auth login`"
-        elif status == 403:
-            cause, text = "denied", f"your token may not {what} {self.repo_id}"
-        elif status == 429:
-            after = headers.get("Retry-After")
-            text = "the Hub limits your requests" + (f"; try again in {after} s" if after else "; try again later")
-            cause, text = "limited", f"{self.repo_id}: {text}"
-        else:
-            cause, text = "unreachable", f"{self.repo_id}: {_status_sentence(status)}"
-        return RemoteError(f"{text} (HTTP {status})", cause)
-
-
-def _status_sentence(status: int) -> str:
-    return f"the Hub failed with HTTP {status}" if status >= 500 else f"the Hub answered HTTP {status}"
-
-
-def _kind(error: BaseException) -> str:
-    return type(error).__name__
+        except (OSError, ValueError, EntryNotFoundError, HTTP_ERROR) as error:
+            raise failure(self.repo_id, what, error) from error
 
 
 def _body(response: Any, max_bytes: int) -> Iterator[bytes]:
@@ -328,18 +275,6 @@ def _commit_of(response: Any) -> str:
     """The Hub names the commit in its own answer, which may be a redirect to where the bytes are."""
     answers = (*response.history, response)
     return next((str(each.headers["X-Repo-Commit"]) for each in answers if "X-Repo-Commit" in each.headers), "")
-
-
-def _wait_s(response: Any, attempt: int) -> float:
-    text = response.headers.get("Retry-After", "")
-    if response.status_code == 429 and not text.isdecimal():
-        found = re.search(r"t\s*=\s*(\d+)", response.headers.get("RateLimit", ""))
-        text = found[1] if found else ""
-    return float(text) if text.isdecimal() else _pause_s(attempt)
-
-
-def _pause_s(attempt: int) -> float:
-    return random.uniform(0.5, 1.0) * 0.25 * float(2**attempt)
 
 
 def _bounded(path: Path, max_bytes: int) -> bytes:

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import nn
-
-from aitune_hf.cache import EngineKey, Entry, FileDigest, Miss
+from aitune_hf.cache import EngineKey
 from aitune_hf.cache.canonical import MAX_JSON_BYTES
-from aitune_hf.cache.manifest import MANIFEST_NAME
-from aitune_hf.errors import ConfigError, CorruptEntryError, HubError
+from aitune_hf.errors import CorruptEntryError, HubError
+from aitune_hf.hub.bundle import Bundle, collect
 from aitune_hf.hub.card import CARD_PATH, render_card
 from aitune_hf.hub.hub_remote import BaseModel, HubRemote
-from aitune_hf.hub.record import PipelineRecord, SharedEngine, SharedVerdict, TunedIn
+from aitune_hf.hub.record import PipelineRecord
 from aitune_hf.hub.remote import Addition, Head, Landed, Remote, RemoteConflictError, RemoteUncertainError
-from aitune_hf.hub.signature import SIGNATURE_NAME, sign_manifest
 from aitune_hf.hub.target import Target
-from aitune_hf.tuning.baked import WeightsDigest
-from aitune_hf.tuning.verdict import EngineRecord, Verdict
 
-__all__ = ["Bundle", "PushResult", "collect", "push"]
+__all__ = ["PushResult", "push"]
 
 logger = logging.getLogger("aitune_hf")
 #: With ten writers at once, one of them gets through each time; the slowest needs ten tries.
@@ -64,72 +58,6 @@ class PushResult:
                 f"there; {self.url}"
             )
         return text + (f"; {len(self.missing)} are not in the local cache any more" if self.missing else "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bundle:
-    """What there is to push: the record of it, the folder with each engine's files, and what is gone."""
-
-    record: PipelineRecord
-    folders: Mapping[EngineKey, Path]
-    missing: tuple[str, ...] = ()
-
-
-def collect(target: Target, folder: Path, signing_key: bytes | None = None) -> Bundle:
-    """Copy the engines that a pipeline uses into ``folder``, every byte checked.
-
-    Only winners are taken, not what was tried beside them.
-    """
-    tuned: dict[str, TunedIn] = {}
-    shelf = _Shelf(target=target, folder=folder, signing_key=signing_key)
-    for path in target.tuned_paths:
-        module = target.module(path)
-        if module is None:
-            continue
-        structure, environment = target.structure(module), target.environment(module)
-        place = tuned.setdefault(environment.tag, TunedIn(environment=environment))
-        if structure not in place.verdicts:
-            found = tuple(shelf.shared(verdict, module) for verdict in target.verdicts(module))
-            place = replace(place, verdicts={**place.verdicts, structure: found})
-        tuned[environment.tag] = replace(place, modules={**place.modules, path: structure})
-    record = PipelineRecord(
-        pipeline_hash=target.pipeline_hash,
-        pipeline=target.name,
-        roots=target.root_hashes,
-        tuned=tuple(tuned[tag] for tag in sorted(tuned)),
-    )
-    return Bundle(record=record, folders=shelf.folders, missing=tuple(shelf.missing))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Shelf:
-    """The engines copied so far, each once."""
-
-    target: Target
-    folder: Path
-    signing_key: bytes | None
-    engines: dict[EngineKey, SharedEngine] = field(default_factory=dict)
-    folders: dict[EngineKey, Path] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-
-    def shared(self, verdict: Verdict, module: nn.Module) -> SharedVerdict:
-        """A verdict with the engines in it that this module uses."""
-        weights = WeightsDigest(module)
-        used = [record for record in verdict.engines if record.is_for(weights)]
-        used += [record.strict for record in used if record.strict is not None and record.strict.is_for(weights)]
-        found = [engine for record in used if (engine := self._engine(record)) is not None]
-        return SharedVerdict(graph=verdict.graph, engines=tuple(found), lost=tuple(verdict.lost))
-
-    def _engine(self, record: EngineRecord) -> SharedEngine | None:
-        key = record.key
-        if key not in self.engines:
-            copied = _copy(self.target, key, self.folder / str(len(self.folders)), self.signing_key)
-            if isinstance(copied, Miss):
-                self.missing.append(f"{key.entry_path}: {copied.reason}")
-                return None
-            self.folders[key], files = copied
-            self.engines[key] = SharedEngine(record=record, files=files)
-        return self.engines[key]
 
 
 def push(
@@ -287,35 +215,6 @@ def _checked_base(
             "give force=True if you may publish them."
         )
     return base
-
-
-def _copy(
-    target: Target, key: EngineKey, folder: Path, signing_key: bytes | None
-) -> tuple[Path, dict[str, FileDigest]] | Miss:
-    """The entry's files in a folder of our own, where nobody changes them while they are uploaded."""
-    found = target.store.checkout(key, folder)
-    if isinstance(found, Miss):
-        return found
-    data = _manifest_bytes(target, found)
-    (folder / MANIFEST_NAME).write_bytes(data)
-    files = {**found.manifest.files, MANIFEST_NAME: _digest(data)}
-    if signing_key is not None:
-        signature = sign_manifest(signing_key, data)
-        (folder / SIGNATURE_NAME).write_bytes(signature)
-        files[SIGNATURE_NAME] = _digest(signature)
-    return folder, files
-
-
-def _manifest_bytes(target: Target, entry: Entry) -> bytes:
-    # A manifest has one spelling, so what was parsed is written back as it was.
-    data = entry.manifest.to_bytes()
-    if len(data) > MAX_JSON_BYTES:
-        raise ConfigError(f"{entry.path}: a manifest of {len(data)} bytes cannot be shared")
-    return data
-
-
-def _digest(data: bytes) -> FileDigest:
-    return FileDigest(sha256=hashlib.sha256(data).hexdigest(), size=len(data))
 
 
 def _files(key: EngineKey, folder: Path) -> Iterator[Addition]:

@@ -24,6 +24,7 @@ from aitune_hf.hub.trust import Trust
 from aitune_hf.jit.module_state import ModuleState
 from aitune_hf.jit.patcher import patched_of
 from aitune_hf.jit.statistics import ModuleStats
+from aitune_hf.tuning.baked import WeightsDigest
 from aitune_hf.tuning.drive import restore_modules
 from aitune_hf.tuning.hints import RecipeHint, write_hints
 from aitune_hf.tuning.verdict import EngineRecord, Verdict, read_verdict, write_verdict
@@ -62,8 +63,9 @@ def pull(
             except (AITuneError, OSError) as error:
                 work.repos.setdefault(remote.url, "")
                 work.note(remote, error)
-    if work.problems:
-        logger.warning("Tuned engines: %s. Modules without one run eager; tune() works as always.", work.problems[0])
+    nothing = not any(outcome.engines for outcome in work.outcomes.values())
+    for line in (work.failures or work.problems if nothing else work.failures)[:1]:
+        logger.warning("Tuned engines: %s. Modules without one run eager; tune() works as always.", line)
     outcomes = tuple(work.outcomes[path] for path in sorted(work.outcomes))
     installed, outcomes = _install(target, outcomes)
     return PullResult(
@@ -87,13 +89,16 @@ class _Pull:
     outcomes: dict[str, ModuleOutcome] = field(default_factory=dict)
     repos: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
     bytes: int = 0
     _answers: dict[str, Admitted | Refused] = field(default_factory=dict)
     _silent: dict[str, str] = field(default_factory=dict)
 
     def note(self, remote: Remote, error: Exception) -> None:
+        """Take down a failure."""
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        self.problems.append(redacted(line if remote.url in line else f"{remote.url}: {line}"))
+        self.failures.append(redacted(line if remote.url in line else f"{remote.url}: {line}"))
+        self.problems.append(self.failures[-1])
 
     def ask(self, remote: Remote, tester: IsolatedBuilder) -> None:
         """Take from one remote what earlier ones did not have."""
@@ -109,13 +114,13 @@ class _Pull:
             local_only=self.local_only,
             tester=tester,
         )
-        alike: dict[tuple[str, str, str], ModuleOutcome] = {}
+        alike: dict[tuple[object, ...], ModuleOutcome] = {}
         for finding in found.findings:
             known = self.outcomes.get(finding.path)
             if known is None or not known.engines:
                 module = self.target.module(finding.path)
                 tag = self.target.environment(module).tag if module is not None else ""
-                kind = finding.structure, tag, finding.reason
+                kind = finding.structure, tag, finding.reason, *(engine.key for engine in finding.engines)
                 if kind not in alike:
                     alike[kind] = self._module(finding, found, fetcher)
                 new = replace(alike[kind], path=finding.path)
@@ -191,29 +196,36 @@ class _Pull:
         """What was decided here for a graph, if its engines are still there."""
         module = self.target.module(finding.path)
         assert module is not None
-        tuner = self.target.tuner
-        here = self.target.environment(module)
-        known = read_verdict(tuner.store, finding.structure, verdict.graph.key[:32], here, tuner.policy)
+        known = self._known(finding, verdict)
         if known is None or (not known.engines and not known.lost):
             return None
-        there = all(isinstance(tuner.store.lookup(record.key), Entry) for record in known.engines)
-        return known if there else None
+        weights = WeightsDigest(module)
+        engines = [record for record in known.engines if record.is_for(weights)]
+        if known.engines and not engines:
+            return None  # They hold the weights of other modules.
+        there = all(isinstance(self.target.store.lookup(record.key), Entry) for record in engines)
+        return replace(known, engines=engines) if there else None
+
+    def _known(self, finding: Finding, verdict: SharedVerdict) -> Verdict | None:
+        module = self.target.module(finding.path)
+        assert module is not None
+        here, tuner = self.target.environment(module), self.target.tuner
+        return read_verdict(tuner.store, finding.structure, verdict.graph.key[:32], here, tuner.policy)
 
     def _keep(self, finding: Finding, verdict: SharedVerdict, admitted: Sequence[SharedEngine]) -> None:
         """Write what was decided elsewhere as a decision of this cache."""
         module = self.target.module(finding.path)
         assert module is not None
-        write_verdict(
-            self.target.store,
-            Verdict(
-                hierarchy_hash=finding.structure,
-                graph=verdict.graph,
-                environment=self.target.environment(module),
-                policy=self.target.tuner.policy,
-                engines=[_as_local(engine.record) for engine in admitted],
-                lost=[dict(item) for item in verdict.lost],
-            ),
+        known = self._known(finding, verdict) or Verdict(
+            hierarchy_hash=finding.structure,
+            graph=verdict.graph,
+            environment=self.target.environment(module),
+            policy=self.target.tuner.policy,
+            lost=[dict(item) for item in verdict.lost],
         )
+        for engine in reversed(admitted):
+            known.add(_as_local(engine.record))
+        write_verdict(self.target.store, known)
 
     def _hints(self, finding: Finding, engines: Sequence[SharedEngine], source: str) -> bool:
         """Keep the recipes of engines that may not or cannot run here. True if there were any."""

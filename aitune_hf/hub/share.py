@@ -11,7 +11,8 @@ from torch import nn
 
 from aitune_hf.config import TuneConfig
 from aitune_hf.errors import ConfigError
-from aitune_hf.hub.lookup import Lookup, explain_remote, look_up
+from aitune_hf.hub.explain import explain_remote
+from aitune_hf.hub.lookup import Lookup, look_up
 from aitune_hf.hub.outcome import PullResult
 from aitune_hf.hub.publish import PushResult, push
 from aitune_hf.hub.pull import pull

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from sharing_kit import Block, Machine
 
+from aitune_hf.hub.bundle import collect
 from aitune_hf.hub.card import render_card
-from aitune_hf.hub.publish import collect
 from aitune_hf.hub.record import PipelineRecord
 from aitune_hf.tuning.results import Timing
 

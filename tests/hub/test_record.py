@@ -14,7 +14,7 @@ from sharing_kit import Block, Machine, Many, elsewhere
 from aitune_hf.cache import UnknownSchemaError
 from aitune_hf.cache.sealed import seal
 from aitune_hf.errors import CorruptEntryError
-from aitune_hf.hub.publish import collect
+from aitune_hf.hub.bundle import collect
 from aitune_hf.hub.record import PipelineRecord
 
 Machines = Callable[[str], Machine]

@@ -13,14 +13,15 @@ from hub_server import FakeHub
 from huggingface_hub import constants
 from sharing_kit import Block, Machine, Many, PlainBackend, X, call, elsewhere
 
-from aitune_hf import pull_tuned, stats, tune
+from aitune_hf import TuneConfig, pull_tuned, push_tuned, stats, tune
 from aitune_hf.backends import registry
 from aitune_hf.backends.base import Recipe
 from aitune_hf.errors import HubError
-from aitune_hf.hub.lookup import explain_remote
+from aitune_hf.hub.explain import explain_remote
 from aitune_hf.hub.publish import push
 from aitune_hf.hub.pull import pull
 from aitune_hf.hub.remote import open_remote
+from aitune_hf.hub.target import Target
 from aitune_hf.hub.trust import Trust
 from aitune_hf.tuning.hints import read_hints
 
@@ -76,13 +77,41 @@ def test_a_second_pull_fetches_nothing(hub: FakeHub, machine: Machines) -> None:
     assert (again.installed, again.bytes) == (1, 0)
 
 
-def test_modules_of_equal_structure_share_one_download(hub: FakeHub, machine: Machines) -> None:
-    class Twins(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = torch.nn.ModuleList([Block(3), Block(3)])
-            self.eval()
+class Twins(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList([Block(3), Block(3)])
+        self.eval()
 
+
+def test_engines_with_weights_go_to_the_modules_that_have_them(hub: FakeHub, machine: Machines) -> None:
+    def baking(name: str) -> TuneConfig:
+        backend = PlainBackend()
+        backend.recipes = lambda device: [Recipe(effort="fast", weights="baked")]  # type: ignore[method-assign]
+        return machine(name).config(backends=(backend,))
+
+    module, mine = Twins(), baking("mine")
+    for part in module.parts:
+        tune(part, [X], mine)
+    Target({"": module}, mine, "Twins").remember(["parts.0", "parts.1"])
+    assert len(push_tuned(module, REPO, mine).added) == 2
+
+    same = Twins()
+    same.load_state_dict(module.state_dict())
+    result = pull_tuned(same, REPO, baking("theirs"), trust=True)
+    assert [outcome.answer for outcome in result.modules] == ["hit", "hit"], result.summary()
+    for _ in range(2):
+        for part in same.parts:
+            call(part)
+    assert result.confirm(), result.confirm().summary()
+
+    others = pull_tuned(Twins(), REPO, baking("others"), trust=True)
+    assert set(others.misses.values()) == {
+        "it holds weights, and those of other ones; its recipe is kept, and tune() tries it first"
+    }
+
+
+def test_modules_of_equal_structure_share_one_download(hub: FakeHub, machine: Machines) -> None:
     module, target = Twins(), machine("mine").tuned(Block(3))
     whole = machine("mine").target(module)
     whole.remember(["parts.0", "parts.1"])
@@ -219,7 +248,7 @@ def test_machines_of_two_kinds_share_one_record(
         assert level in result.modules[0].engines[0]
 
 
-def test_repositories_are_asked_in_order(hub: FakeHub, machine: Machines) -> None:
+def test_repositories_are_asked_in_order(hub: FakeHub, machine: Machines, lines: Callable[[], list[str]]) -> None:
     for number, name in enumerate(("me/first", "me/second")):
         mine = machine(name).with_options(level=number)
         mine.tuned(Block())
@@ -229,16 +258,20 @@ def test_repositories_are_asked_in_order(hub: FakeHub, machine: Machines) -> Non
     hub.add("me/empty")
     late = machine("others").pull(Block(), "me/empty", "me/second")
     assert [outcome.repo for outcome in late.modules] == ["me/second"]
+    assert lines() == []  # what one does not have and another has is no reason to warn
     only = machine("wary").pull(Block(), "me/first", "me/second", trust="me/second")
     assert [(outcome.answer, outcome.repo) for outcome in only.modules] == [("hit", "me/second")]
 
 
-def test_another_structure_is_a_miss_and_explained(hub: FakeHub, machine: Machines) -> None:
+def test_another_structure_is_a_miss_and_explained(
+    hub: FakeHub, machine: Machines, lines: Callable[[], list[str]]
+) -> None:
     machine("mine").tuned(Block(4))
     machine("mine").push(Block(4), REPO)
     result = machine("theirs").pull(Block(5), REPO)
     assert result.modules == ()
     assert result.problems == (f"{REPO}: no engines for this pipeline structure",)
+    assert len(lines()) == 1
     text = explain_remote(machine("theirs").target(Block(5)), open_remote(REPO))
     assert "of another structure: the model" in text
     assert "fits" in explain_remote(machine("theirs").target(Block(4)), open_remote(REPO))
