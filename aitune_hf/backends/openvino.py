@@ -138,8 +138,8 @@ def _check(graph: CapturedGraph, constants: ConstantMap, request: BuildRequest) 
     """
     where, inputs = request.path, list(request.example.inputs)
     try:
-        model = ModelFiles.read(request.workdir, where).model(constants, values_of(graph.program), where)
-        compiled = CompiledGraph(model, "f32", 1)
+        model, weights = ModelFiles.read(request.workdir, where).model(constants, values_of(graph.program), where)
+        compiled = CompiledGraph(model, weights, "f32", 1)
         got = compiled.run(compiled.requests[0], inputs)
     except (EngineLoadError, RuntimeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -15,7 +15,7 @@ from aitune_hf.backends.base import LoadRequest
 from aitune_hf.backends.constant_map import ConstantMap, plain_array
 from aitune_hf.backends.openvino_model import ModelFiles
 from aitune_hf.backends.openvino_sdk import OV_TYPES, load_openvino
-from aitune_hf.backends.probes import tensor_digest
+from aitune_hf.backends.weight_trace import trace_of
 from aitune_hf.errors import EngineLoadError
 
 __all__ = ["CompiledGraph", "OpenVINOEngine"]
@@ -27,13 +27,14 @@ class CompiledGraph:
     """A model compiled for the CPU, with a number of requests, each for one call at a time.
 
     Args:
-        model: an ``openvino.Model``; not used afterwards.
+        model: an ``openvino.Model``.
+        weights: the memory that it reads weights from.
         precision: ``f32`` or ``bf16``, what it computes in. Always stated: OpenVINO's own choice is bf16 where the CPU
             has it.
         requests: how many.
     """
 
-    def __init__(self, model: Any, precision: str, requests: int) -> None:
+    def __init__(self, model: Any, weights: Sequence[Any], precision: str, requests: int) -> None:
         settings = {
             "INFERENCE_PRECISION_HINT": precision,
             "PERFORMANCE_HINT": "LATENCY",
@@ -41,6 +42,7 @@ class CompiledGraph:
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             "ENABLE_CPU_PINNING": False,
         }
+        self._weights = weights  # OpenVINO has their addresses only.
         compiled = load_openvino().Core().compile_model(model, "CPU", settings)
         self.requests = [compiled.create_infer_request() for _ in range(requests)]
         self._outputs = [_TORCH_TYPES[port.get_element_type().get_type_name()] for port in compiled.outputs]
@@ -56,9 +58,10 @@ class CompiledGraph:
 class OpenVINOEngine:
     """A model compiled with one module's weights.
 
-    It holds copies of them, so :meth:`rebind` compiles anew where their values have changed. A call takes one of
-    ``threads`` requests, and :meth:`rebind` takes all of them: so it waits for the calls that run and holds back new
-    ones.
+    OpenVINO repacks most of them for the CPU and reads the others (embeddings, for one) from the module's memory. So an
+    edit in place shows in a part of the model until :meth:`rebind` has compiled it anew, and must be followed by that.
+    A call takes one of ``threads`` requests, and :meth:`rebind` takes all of them: so it waits for the calls that run
+    and holds back new ones.
     """
 
     def __init__(self, request: LoadRequest) -> None:
@@ -75,7 +78,7 @@ class OpenVINOEngine:
         self._tokens: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._take, self._give = self._tokens.get, self._tokens.put
         live = self._resolve()
-        self._values = _digests(live)
+        self._trace = trace_of(live)
         self._graph: CompiledGraph | None = self._compiled(live)
         self._refill()
 
@@ -95,19 +98,19 @@ class OpenVINOEngine:
             self._give(request)
 
     def rebind(self) -> None:
-        """Take up the module's weights again; does nothing where all have the values they had."""
+        """Take up the module's weights again; does nothing where all are where and what they were."""
         with self._rebinding:
             if self._closed:
                 raise EngineLoadError(f"{self._path}: the engine is closed")
             live = self._resolve()
-            values = _digests(live)
-            if values == self._values and self._graph is not None:
+            trace = trace_of(live)
+            if trace == self._trace and self._graph is not None:
                 return
             self._drain()
             try:
                 self._graph = None  # Two sets of weights at once may not fit into memory.
                 self._graph = self._compiled(live)
-                self._values = values
+                self._trace = trace
             finally:
                 self._refill()
 
@@ -127,9 +130,9 @@ class OpenVINOEngine:
         return self._map.resolve(module, self._path, torch.device("cpu"))
 
     def _compiled(self, live: Mapping[str, torch.Tensor]) -> CompiledGraph:
-        model = self._files.model(self._map, live, self._path)
+        model, weights = self._files.model(self._map, live, self._path)
         try:
-            return CompiledGraph(model, self._precision, self._threads)
+            return CompiledGraph(model, weights, self._precision, self._threads)
         except RuntimeError as error:
             raise EngineLoadError(f"{self._path}: OpenVINO cannot compile the model: {error}") from error
 
@@ -141,10 +144,6 @@ class OpenVINOEngine:
         requests: Sequence[Any] = [None] * self._threads if self._graph is None else self._graph.requests
         for request in requests:
             self._give(request)
-
-
-def _digests(live: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    return {name: tensor_digest(tensor) for name, tensor in live.items()}
 
 
 def _shared(tensor: torch.Tensor) -> Any:

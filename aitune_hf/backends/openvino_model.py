@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from aitune_hf.backends.constant_map import ConstantMap, Slot, plain_array
+from aitune_hf.backends.constant_map import ConstantMap, Slot
 from aitune_hf.backends.openvino_convert import constant_nodes
 from aitune_hf.backends.openvino_sdk import OV_TYPES, load_openvino
 from aitune_hf.errors import EngineLoadError
@@ -67,32 +67,38 @@ class ModelFiles:
         except OSError as error:
             raise EngineLoadError(f"{where}: the model's files cannot be read: {error}") from error
 
-    def model(self, constants: ConstantMap, live: Mapping[str, torch.Tensor], where: str) -> Any:
-        """The model with copies of the ``live`` weights in it.
+    def model(
+        self, constants: ConstantMap, live: Mapping[str, torch.Tensor], where: str
+    ) -> tuple[Any, list[np.ndarray[Any, Any]]]:
+        """The model with the ``live`` weights in it.
+
+        Returns:
+            The model, and the arrays that it reads weights from, where they are: most are the module's own memory. They
+            must live as long as it, or what was compiled from it.
 
         Raises:
             EngineLoadError: if the files are no model, or not the one that the map was made for.
         """
         ov = load_openvino()
+        values = constants.fill(live)
         try:
             # A copy: the model goes on reading these constants where they are, and would not keep the array alive.
             model = ov.Core().read_model(self.graph, ov.Tensor(self.rest, shared_memory=False))
             inputs = {node.get_friendly_name(): node for node in model.get_parameters()}
             for name, slot in constants.slots.items():
                 weight = inputs[name]
-                _put_in_place(_constant(ov, slot, live[slot.origin.weight]), weight)
+                _put_in_place(_constant(ov, slot, values[name]), weight)
                 model.remove_parameter(weight)
             model.validate_nodes_and_infer_types()
         except (RuntimeError, KeyError) as error:
             raise EngineLoadError(f"{where}: the files are not the model of this engine: {error}") from error
-        return model
+        return model, list(values.values())
 
 
-def _constant(ov: Any, slot: Slot, weight: torch.Tensor) -> Any:
+def _constant(ov: Any, slot: Slot, value: np.ndarray[Any, Any]) -> Any:
     kind = getattr(ov.Type, OV_TYPES[getattr(torch, slot.dtype)])
-    value = ov.Tensor(plain_array(slot.value(weight)), ov.Shape(slot.shape), kind)
-    # A copy: what the plugin does not repack it goes on reading, and an edit of the module must not reach only that.
-    return ov.op.Constant(value, shared_memory=False)
+    # Shared, as OpenVINO keeps all constants beside those that it has repacked.
+    return ov.op.Constant(ov.Tensor(value, ov.Shape(slot.shape), kind), shared_memory=True)
 
 
 def _put_in_place(new: Any, old: Any) -> None:

@@ -83,7 +83,9 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     """SHA-256 over a tensor's dtype, shape and values."""
     plain = tensor.detach().cpu().contiguous()
     head = f"{plain.dtype}{tuple(plain.shape)}".encode()
-    return hashlib.sha256(head + plain.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+    digest = hashlib.sha256(head)
+    digest.update(plain.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _probe(constant: Constant, seed: int) -> torch.Tensor:

@@ -247,6 +247,7 @@ def test_half_precision_models(build: Callable[..., Built], dtype: torch.dtype) 
         assert built.difference(engine, module, call) < (0.01 if dtype is torch.float16 else 0.06)
 
 
+@pytest.mark.slow
 def test_real_models(build: Callable[..., Built], randomized: Randomized) -> None:
     diffusers, transformers = pytest.importorskip("diffusers"), pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -323,25 +324,34 @@ def test_a_round_trip_through_another_type(blocks: Built) -> None:
     assert blocks.difference(engine, module, call) < 1e-5
 
 
-def test_nothing_is_compiled_where_values_are_the_same(blocks: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_did_not_change_is_not_compiled_again(blocks: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     module = copy.deepcopy(blocks.module)
     engine = blocks.load(module)
-    module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
-    module.tied.weight = module.first.weight
+    with torch.no_grad():
+        module.first.weight.mul_(1)
+        module.batch.num_batches_tracked.add_(1)  # Not used in a graph for inference.
+    module.eval().float().to("cpu")
     monkeypatch.setattr("aitune_hf.backends.openvino_engine.CompiledGraph", lambda *a: pytest.fail("compiled"))
     engine.rebind()
     assert blocks.difference(engine, module, blocks_call(2)) < 1e-5
 
 
-def test_the_engine_has_copies(blocks: Built) -> None:
-    """An edit shows in all of the engine at once, at rebind, or in nothing of it."""
+def test_weights_that_cannot_be_compiled_stop_the_engine(blocks: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     module, call = copy.deepcopy(blocks.module), blocks_call(2)
     engine = blocks.load(module)
-    before = blocks.run(engine, call)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_()
-    assert all(torch.equal(a, b) for a, b in zip(before, blocks.run(engine, call), strict=True))
+    module.load_state_dict(checkpoint(3).state_dict())
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("aitune_hf.backends.openvino_engine.CompiledGraph", fails)
+        with pytest.raises(EngineLoadError, match="OpenVINO cannot compile the model: out of memory"):
+            engine.rebind()
+    with pytest.raises(EngineLoadError, match="has no weights"):
+        blocks.run(engine, call)
+    engine.rebind()
+    assert blocks.difference(engine, module, call) < 1e-5
 
 
 def test_a_table_with_other_values_is_refused(blocks: Built) -> None:
@@ -419,15 +429,34 @@ def test_memory_is_let_go(blocks: Built) -> None:
     x = torch.randn(2, 7, 16)
     engine([torch.zeros(2, 7, dtype=torch.long), x])
     used = StorageWeakRef(x.untyped_storage())
-    weights = [StorageWeakRef(tensor.untyped_storage()) for tensor in module.parameters()]
-    gone = weakref.ref(module)
-    del module, x
-    gc.collect()
+    old = StorageWeakRef(module.conv.weight.untyped_storage())
+    module.conv.weight = nn.Parameter(torch.randn(16, 16, 3))
+    engine.rebind()
+    del x
     assert used.expired()
+    assert old.expired()
+    gone = weakref.ref(module)
+    weights = [StorageWeakRef(tensor.untyped_storage()) for tensor in module.parameters()]
+    del module
+    gc.collect()
     assert gone() is None
-    assert all(weight.expired() for weight in weights)
     with pytest.raises(EngineLoadError, match="no longer exists"):
         engine.rebind()
+    del engine
+    gc.collect()
+    assert all(weight.expired() for weight in weights)
+
+
+def test_memory_that_was_freed_is_not_read(blocks: Built) -> None:
+    """What is bound stays until it is let go of, whatever becomes of the module's tensors."""
+    module = copy.deepcopy(blocks.module)
+    engine = blocks.load(module)
+    expected = eager(module, blocks_call(2))[0]
+    for parameter in module.parameters():
+        parameter.data = torch.full_like(parameter, 7)
+    filler = [torch.full((16, 16), 9.0) for _ in range(200)]
+    assert torch.allclose(blocks.run(engine, blocks_call(2))[0], expected, atol=1e-5)
+    assert len(filler) == 200
 
 
 # -- lossy -------------------------------------------------------------------------------------------------------------
@@ -522,7 +551,10 @@ def test_rebind_amid_calls(blocks: Built) -> None:
     for thread in callers:
         thread.start()
     for turn in range(10):
-        module.load_state_dict(states[turn % 2])
+        # Copies: what was bound before is freed while calls go on.
+        module.load_state_dict({k: v.clone() for k, v in states[turn % 2].items()}, assign=True)
+        module.tied.weight = module.first.weight
+        module.table = blocks.module.table
         engine.rebind()
     stop.set()
     for thread in callers:
