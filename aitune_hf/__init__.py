@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from aitune_hf.config import Tolerance, TuneConfig
 from aitune_hf.errors import AITuneError
+from aitune_hf.quality import QualityBudget
+from aitune_hf.strategy import FirstWorking, LatencyBudget, MaxThroughput, OneBackend
 from aitune_hf.version import __version__
 
 if TYPE_CHECKING:
@@ -22,6 +24,11 @@ __all__ = [
     "AITuneError",
     "AITuneModel",
     "AITunePipeline",
+    "FirstWorking",
+    "LatencyBudget",
+    "MaxThroughput",
+    "OneBackend",
+    "QualityBudget",
     "Tolerance",
     "TuneConfig",
     "TuningReport",

@@ -44,7 +44,8 @@ class TuneConfig:
 
     Attributes:
         cache_dir: folder of the engine cache; None is ``$AITUNE_HF_CACHE``, else ``$HF_HOME/aitune``.
-        backends: names or :class:`~aitune_hf.backends.Backend` objects to try, in this order; None is all available.
+        backends: names or :class:`~aitune_hf.backends.Backend` objects to try, the cheapest recipes
+            first; None is all that are known.
         strategy: a :class:`~aitune_hf.strategy.TuneStrategy` or its name: ``"max_throughput"`` takes the fastest right
             engine if it beats eager; ``"latency_budget"`` stops at the first that meets ``latency_budget_ms``;
             ``"first_working"`` takes the first that is right and times nothing; ``"one_backend"`` takes that of the one

@@ -73,6 +73,7 @@ class EngineTuner:
     def _build(self, backend: Backend, request: BuildRequest) -> BuildResult:
         if not backend.isolated:
             return build_here(backend, request)
+        self._isolated.start()  # It gets ready while the graph is captured here.
         try:
             return self._isolated.build(backend, request)
         except BuildError as error:
