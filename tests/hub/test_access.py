@@ -127,3 +127,19 @@ def test_the_base_is_read_from_what_the_library_noted(tmp_path: object) -> None:
     assert base_repository(str(tmp_path)) is None
     assert base_repository("") is None
     assert base_repository(None) is None
+
+
+def test_what_a_trusted_key_signed_is_taken_from_anywhere(hub: FakeHub, mine: Machine, machine: Machines) -> None:
+    pytest.importorskip("cryptography")
+    from aitune_hf.hub.signature import PublicKey, generate_key
+
+    ours, others = generate_key(), generate_key()
+    mine.push(Block(), REPO, signing_key=ours.private)
+    assert any(path.endswith("manifest.json.sig") for path in hub.repos[REPO].head.files)
+    wary = machine("wary").pull(Block(), REPO, trust=PublicKey.from_pem(others.public))
+    assert [outcome.answer for outcome in wary.modules] == ["recipe"]
+    assert "not the signature of any of the 1 trusted keys" in wary.misses[""]
+    assert not any(each.path.endswith("engine.json") for each in hub.requests)
+    result = machine("theirs").pull(Block(), REPO, trust=PublicKey.from_pem(ours.public))
+    assert [outcome.answer for outcome in result.modules] == ["hit"]
+    assert result.installed == 1
