@@ -89,7 +89,7 @@ class OnnxRuntimeBackend:
         if not providers_for(request.device):
             return f"this build of ONNX Runtime does not run on {request.device.type}: pip install onnxruntime-gpu"
         for place, spec in request.graph.input_spec.tensors.items():
-            if element_type(str(spec.dtype).removeprefix("torch.")) is None:
+            if element_type(spec.dtype) is None:
                 return f"{place} is of {spec.dtype}, which ONNX Runtime does not take"
         return None
 

@@ -23,10 +23,10 @@ WEIGHTS = "weights"
 _DOMAINS = frozenset({"", "ai.onnx"})
 _SILENT = 4
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-#: ONNX's numbers for element types, by torch's names.
+#: ONNX's numbers for element types.
 _ELEMENTS = {
-    "float32": 1, "uint8": 2, "int8": 3, "uint16": 4, "int16": 5, "int32": 6, "int64": 7, "bool": 9, "float16": 10,
-    "float64": 11, "uint32": 12, "uint64": 13, "bfloat16": 16,
+    torch.float32: 1, torch.uint8: 2, torch.int8: 3, torch.uint16: 4, torch.int16: 5, torch.int32: 6, torch.int64: 7,
+    torch.bool: 9, torch.float16: 10, torch.float64: 11, torch.uint32: 12, torch.uint64: 13, torch.bfloat16: 16,
 }  # fmt: skip
 
 
@@ -49,8 +49,8 @@ def providers_for(device: torch.device) -> list[tuple[str, dict[str, Any]]]:
     return [host] if device.type == "cpu" else [(name, {"device_id": device.index or 0}), host]
 
 
-def element_type(dtype: str) -> int | None:
-    """ONNX's number for a type of torch (``"float32"``), or None if it has none that is served here."""
+def element_type(dtype: torch.dtype) -> int | None:
+    """ONNX's number for a type, or None if it has none that is served here."""
     return _ELEMENTS.get(dtype)
 
 
@@ -71,7 +71,8 @@ class Session:
     def __init__(
         self, model: bytes, weights: ConstantMap, live: Mapping[str, torch.Tensor], device: torch.device, threads: int
     ) -> None:
-        # The session may point into these, and does not keep them alive.
+        # It may point into these and does not keep them alive. They are the live tensors' own memory, but for those that
+        # do not lie row by row.
         self._values = weights.fill(live)
         self._session = _opened(model, weights, self._values, device, threads)
         self._device = device
@@ -83,8 +84,7 @@ class Session:
         """Run on contiguous tensors where they lie; the results are memory of their own."""
         binding = self._session.io_binding()
         for name, tensor in zip(self._inputs, inputs, strict=True):
-            kind = _ELEMENTS[str(tensor.dtype).removeprefix("torch.")]
-            binding.bind_input(name, *self._place, kind, tuple(tensor.shape), tensor.data_ptr())
+            binding.bind_input(name, *self._place, _ELEMENTS[tensor.dtype], tuple(tensor.shape), tensor.data_ptr())
         for name in self._outputs:
             binding.bind_output(name, *self._place)
         if self._device.type == "cuda":
@@ -109,7 +109,9 @@ def _opened(
     # It keeps what the largest call ever needed, and makes none faster.
     options.enable_cpu_mem_arena = False
     given = {
-        name: onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(value, _ELEMENTS[weights.slots[name].dtype])
+        name: onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(
+            value, _ELEMENTS[getattr(torch, weights.slots[name].dtype)]
+        )
         for name, value in values.items()
     }
     options.add_external_initializers(list(given), list(given.values()))
