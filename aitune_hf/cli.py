@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import runpy
 import sys
@@ -41,8 +42,44 @@ def _parser() -> argparse.ArgumentParser:
     cache.add_argument("--dir", type=Path, help="the cache folder (default: $AITUNE_HF_CACHE or $HF_HOME/aitune)")
     cache.add_argument("--max-mb", type=float, help="for gc: keep at most this many megabytes")
     cache.set_defaults(run=_cache)
+    _add_build(commands)
     _add_sharing(commands)
     return parser
+
+
+def _add_build(commands: Any) -> None:
+    command = commands.add_parser("build", help="build engines for GPUs that are not here into the cache")
+    command.add_argument("pipeline", help="folder or repository of the pipeline")
+    command.add_argument("--target", action="append", help="such as rtx:sm89; repeatable (default: RTX 30, 40 and 50)")
+    command.add_argument("--task", help="for a Transformers pipeline, its task")
+    command.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], help="what it is to run in over there")
+    command.add_argument("--sample", action="append", help="a prompt to record; repeatable (default: a red fox)")
+    command.add_argument("--call", default="{}", help="more arguments of each call, as JSON: '{\"height\": 512}'")
+    command.set_defaults(run=_build)
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    """Settings come from ``AITUNE_HF_*``."""
+    import torch
+
+    from aitune_hf.pipeline import AITunePipeline, modules_of
+    from aitune_hf.tuning.targets import DEFAULT_TARGETS
+
+    try:
+        call = json.loads(arguments.call)
+    except ValueError:
+        call = None
+    if not isinstance(call, dict):
+        print(f"aitune-hf: --call takes a JSON object, got {arguments.call!r}", file=sys.stderr)
+        return 2
+    pipe = AITunePipeline.from_pretrained(arguments.pipeline, task=arguments.task)
+    if arguments.dtype:
+        for module in modules_of(pipe).values():
+            module.to(getattr(torch, arguments.dtype))
+    samples, targets = arguments.sample or ["a red fox"], arguments.target or DEFAULT_TARGETS
+    report = pipe.build_for(samples, targets, **call)
+    print(report)
+    return 0 if report.engines else 1
 
 
 def _add_sharing(commands: Any) -> None:
