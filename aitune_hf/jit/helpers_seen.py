@@ -97,7 +97,7 @@ class ModuleCell(Cell):
     #: Ours, and what tells only how a model is called by others.
     SKIPPED = frozenset(
         {
-            "forward", "__getstate__", "__deepcopy__", "generation_config", "hf_device_map",
+            "forward", "__getstate__", "__deepcopy__", "_aitune_config", "generation_config", "hf_device_map",
             "_is_torch_compile", "_compiled_call_impl", "_output_capturing_hooks_installed",
         }
     )  # fmt: skip

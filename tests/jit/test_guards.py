@@ -579,3 +579,15 @@ def test_a_collector_that_was_asked_for_nothing_collects_nothing() -> None:
         finally:
             collector.reset(token)
     assert not collecting()
+
+
+def test_our_own_settings_are_no_part_of_a_module() -> None:
+    module = nn.Linear(2, 2).eval()
+    vars(module)["_aitune_config"] = {"a": [1]}
+    guard = ModuleGuard(module)
+    vars(module)["_aitune_config"]["a"].append(2)
+    assert guard.structure_change() is None
+    vars(module)["_aitune_config"] = None
+    assert guard.structure_change() is None
+    vars(module)["helper"] = {"a": [1]}
+    assert guard.structure_change() is not None
