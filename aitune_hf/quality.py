@@ -55,7 +55,7 @@ class QualityBudget:
         return odd[0] if odd else (min(values) if self.least is not None else max(values))
 
     def __str__(self) -> str:
-        return f"{self.name} >= {self.least:g}" if self.least is not None else f"{self.name} <= {self.most:g}"
+        return f"{self.name} >= {self.least:.10g}" if self.least is not None else f"{self.name} <= {self.most:.10g}"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; a function by its name."""

@@ -35,7 +35,7 @@ class QualityOutcome:
     def __str__(self) -> str:
         admitted = ", ".join(self.admitted) or "none"
         taken_back = f"; taken back: {', '.join(self.taken_back)}" if self.taken_back else ""
-        return f"quality: {self.value:.6g} (asked for {self.budget}); lossy engines: {admitted}{taken_back}"
+        return f"quality: {self.value:.9g} (asked for {self.budget}); lossy engines: {admitted}{taken_back}"
 
 
 def hold_to_budget(
@@ -62,7 +62,7 @@ def hold_to_budget(
     value = _worst(budget, drive, samples, eager, progress)
     while left and not budget.holds(value):
         group = left.pop()
-        why = f"with it the pipeline's outputs missed the quality budget: {value:.6g}, asked for {budget}"
+        why = f"with it the pipeline's outputs missed the quality budget: {value:.9g}, asked for {budget}"
         for one in group:
             one.take_back(book, why)
         taken_back += group
