@@ -15,7 +15,7 @@ from aitune_hf.backends.base import LoadRequest
 from aitune_hf.backends.constant_map import ConstantMap, plain_array
 from aitune_hf.backends.openvino_model import ModelFiles
 from aitune_hf.backends.openvino_sdk import OV_TYPES, load_openvino
-from aitune_hf.backends.weight_trace import trace_of
+from aitune_hf.backends.weight_trace import WeightSample, trace_of
 from aitune_hf.errors import EngineLoadError
 
 __all__ = ["CompiledGraph", "OpenVINOEngine"]
@@ -60,6 +60,8 @@ class OpenVINOEngine:
 
     OpenVINO repacks most of them for the CPU and reads the others (embeddings, for one) from the module's memory. So an
     edit in place shows in a part of the model until :meth:`rebind` has compiled it anew, and must be followed by that.
+    As not every edit can be seen from outside, each call looks at a sample of the weights too.
+
     A call takes one of ``threads`` requests, and :meth:`rebind` takes all of them: so it waits for the calls that run
     and holds back new ones.
     """
@@ -79,11 +81,15 @@ class OpenVINOEngine:
         self._take, self._give = self._tokens.get, self._tokens.put
         live = self._resolve()
         self._trace = trace_of(live)
+        self._sample: WeightSample | None = WeightSample(live.values())
         self._graph: CompiledGraph | None = self._compiled(live)
         self._refill()
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run; see :class:`aitune_hf.backends.base.Engine`."""
+        sample = self._sample
+        if sample is not None and sample.changed():
+            self.rebind()
         request = self._take()
         try:
             graph = self._graph
@@ -108,9 +114,10 @@ class OpenVINOEngine:
                 return
             self._drain()
             try:
-                self._graph = None  # Two sets of weights at once may not fit into memory.
+                self._graph = self._sample = None  # Two sets of weights at once may not fit into memory.
+                sample = WeightSample(live.values())
                 self._graph = self._compiled(live)
-                self._trace = trace
+                self._trace, self._sample = trace, sample
             finally:
                 self._refill()
 
@@ -120,7 +127,7 @@ class OpenVINOEngine:
             if self._closed:
                 return
             self._drain()
-            self._closed, self._graph = True, None
+            self._closed, self._graph, self._sample = True, None, None
             self._refill()
 
     def _resolve(self) -> dict[str, torch.Tensor]:

@@ -84,7 +84,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     plain = tensor.detach().cpu().contiguous()
     head = f"{plain.dtype}{tuple(plain.shape)}".encode()
     digest = hashlib.sha256(head)
-    digest.update(plain.flatten().view(torch.uint8).numpy())
+    digest.update(plain.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

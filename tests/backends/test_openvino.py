@@ -288,17 +288,24 @@ def test_real_models(build: Callable[..., Built], randomized: Randomized) -> Non
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def test_edits_in_place_are_taken_up_by_rebind(blocks: Built) -> None:
+def test_edits_in_place_are_seen(blocks: Built) -> None:
     """A LoRA fused and unfused again, also in the way that leaves no trace in the tensor's version."""
     module = copy.deepcopy(blocks.module)
-    engine, call = blocks.load(module), blocks_call(2)
-    delta = torch.randn(16, 16)
-    with torch.no_grad():
-        module.second.weight += delta
-    assert blocks.difference(engine, module, call) > 1e-3
-    engine.rebind()
+    engine, call, delta = blocks.load(module), blocks_call(2), torch.randn(16, 16)
+    before = module.second.weight._version
+    module.second.weight.data += delta
+    assert module.second.weight._version == before
     assert blocks.difference(engine, module, call) < 1e-5
-    module.second.weight.data -= delta
+    with torch.no_grad():
+        module.second.weight -= delta
+    assert blocks.difference(engine, module, call) < 1e-5
+
+
+def test_edits_of_a_part_are_taken_up_by_rebind(blocks: Built) -> None:
+    module, call = copy.deepcopy(blocks.module), blocks_call(2)
+    engine = blocks.load(module)
+    module.second.weight.data[3:9, 5] += 1
+    assert blocks.difference(engine, module, call) > 1e-3
     engine.rebind()
     assert blocks.difference(engine, module, call) < 1e-5
 
@@ -362,6 +369,8 @@ def test_a_table_with_other_values_is_refused(blocks: Built) -> None:
         engine.rebind()
     with pytest.raises(EngineLoadError, match=r"^model: order has other values"):
         blocks.load(module)
+    with pytest.raises(EngineLoadError, match=r"^model: order has other values"):
+        blocks.run(engine, blocks_call(2))
 
 
 @pytest.mark.parametrize(

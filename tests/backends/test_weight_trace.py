@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aitune_hf.backends.weight_trace import trace_of
+from aitune_hf.backends.weight_trace import WeightSample, trace_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -33,3 +33,29 @@ def test_rows_that_change_places_are_seen() -> None:
     before = trace_of({"w": tensor})
     tensor.copy_(tensor.flip(0))
     assert trace_of({"w": tensor}) != before
+
+
+def test_a_sample_sees_what_changes_whole_tensors() -> None:
+    """Whatever their type and layout."""
+    tensors = [
+        torch.randn(5, 6).t(),
+        torch.randn(3),
+        torch.tensor(2.0),
+        torch.full((2, 2, 2), torch.nan),
+        torch.ones(2, 3, dtype=torch.bfloat16),
+        torch.tensor([True, False]),
+        torch.zeros(0, 3),
+        torch.nn.Parameter(torch.arange(12.0).reshape(3, 4)),
+    ]
+    sample = WeightSample(tensors)
+    assert not sample.changed()
+    for tensor in tensors:
+        if tensor.numel():
+            kept = tensor.detach().clone()
+            tensor.data.fill_(7)
+            if tensor.dtype == torch.bool:
+                tensor.data.fill_(0)
+            assert sample.changed()
+            tensor.data.copy_(kept)
+            assert not sample.changed()
+    assert not WeightSample([]).changed()
