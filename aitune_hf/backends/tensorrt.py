@@ -100,6 +100,11 @@ class TensorRTBackend:
         reason = self.available() if target is None else self.can_aim()
         if reason:
             raise BuildError(f"{request.path}: {self.name} cannot build this graph: {reason}")
+        if target is not None and target not in self.targets():
+            raise BuildError(
+                f"{request.path}: {self._sdk.title} {self.version()} cannot build for {target}: it can for "
+                f"{', '.join(self.targets())}"
+            )
         delivery = _delivery(request, options)
         graph = request.capture()
         export = export_onnx(graph, opset=self._sdk.opset, path=request.path)

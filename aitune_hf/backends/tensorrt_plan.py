@@ -66,7 +66,7 @@ def make_plan(sdk: Sdk, model: bytes | Path, order: PlanOrder, where: str) -> Pl
     _parse(sdk, package, network, model, said, where)
     _loosen_attention(package, network)
     config = builder.create_builder_config()
-    _configure(sdk, package, config, order, where)
+    _configure(package, config, order)
     inputs = _add_profile(builder, config, network, order, where)
     cache = None
     if order.target is None:
@@ -116,7 +116,7 @@ def _loosen_attention(package: Any, network: Any) -> None:
             layer.attention.decomposable = True
 
 
-def _configure(sdk: Sdk, package: Any, config: Any, order: PlanOrder, where: str) -> None:
+def _configure(package: Any, config: Any, order: PlanOrder) -> None:
     if order.tf32:
         config.set_flag(package.BuilderFlag.TF32)
     else:
@@ -126,10 +126,6 @@ def _configure(sdk: Sdk, package: Any, config: Any, order: PlanOrder, where: str
         config.set_flag(package.BuilderFlag.STRIP_PLAN)
     if order.target is None:
         return
-    known = sdk.targets()
-    if order.target not in known:
-        able = f"it can for {', '.join(known)}" if known else "it builds for the GPU at hand only"
-        raise BuildError(f"{where}: {sdk.title} {sdk.version()} cannot build for {order.target}: {able}")
     config.num_compute_capabilities = 1
     config.set_compute_capability(package.ComputeCapability.__members__[order.target.upper()], 0)
 
