@@ -91,12 +91,18 @@ def read_unverified_modules(store: LocalStore, roots: Mapping[str, nn.Module]) -
         place = Environment.current(next(kinds, "cpu")).for_plans()
     except ConfigError:
         return []
+    if not any(name.endswith(_ending(place)) for name in store.records(under="pipelines")):
+        return []  # As nearly always; hashing a large target takes a moment.
     return _listed(store.read_record(_record_name(roots, place)))
 
 
 def _record_name(roots: Mapping[str, nn.Module], place: Environment) -> str:
     hashes = {path: hierarchy_hash(root) for path, root in roots.items()}
-    return f"pipelines/{hashlib.sha256(canonical_json(hashes)).hexdigest()}-{place.tag}.json"
+    return f"pipelines/{hashlib.sha256(canonical_json(hashes)).hexdigest()}{_ending(place)}"
+
+
+def _ending(place: Environment) -> str:
+    return f"-{place.tag}.json"
 
 
 def _listed(record: Mapping[str, Any] | None) -> list[str]:
