@@ -584,6 +584,8 @@ def test_a_collector_that_was_asked_for_nothing_collects_nothing() -> None:
 def test_our_own_settings_are_no_part_of_a_module() -> None:
     module = nn.Linear(2, 2).eval()
     vars(module)["_aitune_config"] = {"a": [1]}
+    from aitune_hf.jit.guards import ModuleGuard
+
     guard = ModuleGuard(module)
     vars(module)["_aitune_config"]["a"].append(2)
     assert guard.structure_change() is None
