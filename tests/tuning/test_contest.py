@@ -70,9 +70,10 @@ def three_recipes() -> list[Recipe]:
     [("fast", ["cheap"]), ("balanced", ["cheap", "usual"]), ("max", ["cheap", "usual", "dear"])],
 )
 def test_effort_says_which_recipes_are_tried_and_the_cheapest_is_first(
-    tmp_path: Path, model: nn.Module, effort: Any, expected: list[str]
+    tmp_path: Path, effort: Any, expected: list[str]
 ) -> None:
-    backend = QuickBackend(recipes=three_recipes(), by_recipe={"cheap": 2.0, "usual": 0.0, "dear": 1.0})
+    model = Waiting(14.0).eval()
+    backend = QuickBackend(recipes=three_recipes(), by_recipe={"cheap": 7.0, "usual": 0.0, "dear": 4.0})
     report = tune(model, [X], settings(tmp_path, backend, effort=effort))
     assert [options["speed"] for options in backend.options] == expected
     assert list(outcomes(report)) == [f"quick[speed={speed}]" for speed in expected]
