@@ -20,6 +20,7 @@ from aitune_hf.errors import EngineLoadError
 
 __all__ = ["CompiledGraph", "OpenVINOEngine"]
 
+_INT32 = 1 << 31
 _TORCH_TYPES = {name: dtype for dtype, name in OV_TYPES.items()}
 
 
@@ -71,8 +72,11 @@ class OpenVINOEngine:
         # The module owns its engines; a strong reference back would keep both alive in a cycle.
         self._module = weakref.ref(request.module)
         self._files = ModelFiles.read(request.folder, request.path)
-        self._precision: str = request.engine["precision"]
-        self._map = ConstantMap.from_json(request.engine)
+        try:
+            self._precision = str(request.engine["precision"])
+            self._map = ConstantMap.from_json(request.engine)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise EngineLoadError(f"{self._path}: the engine's description cannot be read: {error!r}") from error
         self._threads = max(1, request.threads)
         self._rebinding = threading.Lock()
         self._closed = False
@@ -154,9 +158,18 @@ class OpenVINOEngine:
 
 
 def _shared(tensor: torch.Tensor) -> Any:
-    """An OpenVINO tensor over the memory of a contiguous one."""
+    """An OpenVINO tensor over the memory of a contiguous one.
+
+    Raises:
+        ValueError: for integers of more than 32 bits: OpenVINO would cut them off without a word.
+    """
     ov = load_openvino()
-    return ov.Tensor(plain_array(tensor.detach()), ov.Shape(tensor.shape), getattr(ov.Type, OV_TYPES[tensor.dtype]))
+    array = plain_array(tensor.detach())
+    if tensor.dtype is torch.int64 and array.size and not -_INT32 <= array.min() <= array.max() < _INT32:
+        raise ValueError(
+            "an input holds integers of more than 32 bits, which OpenVINO does not compute with on the CPU"
+        )
+    return ov.Tensor(array, ov.Shape(tensor.shape), getattr(ov.Type, OV_TYPES[tensor.dtype]))
 
 
 def _copied(array: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:

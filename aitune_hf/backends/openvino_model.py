@@ -80,8 +80,8 @@ class ModelFiles:
             EngineLoadError: if the files are no model, or not the one that the map was made for.
         """
         ov = load_openvino()
-        values = constants.fill(live)
         try:
+            values = constants.fill(live)
             # A copy: the model goes on reading these constants where they are, and would not keep the array alive.
             model = ov.Core().read_model(self.graph, ov.Tensor(self.rest, shared_memory=False))
             inputs = {node.get_friendly_name(): node for node in model.get_parameters()}
@@ -90,7 +90,7 @@ class ModelFiles:
                 _put_in_place(_constant(ov, slot, values[name]), weight)
                 model.remove_parameter(weight)
             model.validate_nodes_and_infer_types()
-        except (RuntimeError, KeyError) as error:
+        except (RuntimeError, KeyError, AttributeError) as error:
             raise EngineLoadError(f"{where}: the files are not the model of this engine: {error}") from error
         return model, list(values.values())
 

@@ -236,6 +236,16 @@ def test_inputs_are_read_where_they_are_and_not_written_to(build: Callable[..., 
     assert float(y.sum()) == 30
 
 
+def test_integers_that_would_be_cut_off_are_refused(blocks: Built) -> None:
+    engine, call = blocks.load(), blocks_call(1)
+    for number in (1 << 31, -(1 << 31) - 1):
+        ids = call["ids"].clone()
+        ids[0, 3] = number
+        with pytest.raises(ValueError, match="more than 32 bits"):
+            blocks.run(engine, {**call, "ids": ids})
+    assert blocks.difference(engine, blocks.module, call) < 1e-5
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_models(build: Callable[..., Built], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -673,7 +683,7 @@ def test_a_fresh_process_without_a_compiler(build: Callable[..., Built], tmp_pat
     assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("damage", ["xml", "bin", "format"])
+@pytest.mark.parametrize("damage", ["xml", "bin", "format", "slots", "shape", "precision"])
 def test_damaged_files_are_refused(blocks: Built, tmp_path: Path, damage: str) -> None:
     for file in blocks.result.files:
         (tmp_path / file).write_bytes((blocks.request.workdir / file).read_bytes())
@@ -682,8 +692,11 @@ def test_damaged_files_are_refused(blocks: Built, tmp_path: Path, damage: str) -
         (tmp_path / "model.xml").write_bytes((tmp_path / "model.xml").read_bytes()[:5000])
     elif damage == "bin":
         (tmp_path / "model.bin").write_bytes(b"")
+    elif damage == "shape":
+        slots = {name: {**slot, "shape": [slot["shape"][0] * 4096]} for name, slot in engine["slots"].items()}
+        engine["slots"] = slots
     else:
-        engine["format"] = 99
+        engine[damage] = 99
     built = Built(
         blocks.module,
         dataclasses.replace(blocks.request, workdir=tmp_path),
