@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aitune_hf.backends.build_folder import build_folder
+from aitune_hf.backends.onnx_scrub import name_sizes, scrub
 from aitune_hf.backends.probes import pinned_constants, values_of
 from aitune_hf.backends.quiet import quiet_torch
 from aitune_hf.errors import BuildError
-from aitune_hf.graph.shape_envelope import Extent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -129,7 +129,7 @@ def export_onnx(graph: CapturedGraph, *, opset: int, path: str = "model", fold_w
         except Exception as error:
             raise BuildError(f"{path}: the graph cannot be written as ONNX: {_reason(error)}") from error
         proto = _to_proto(model.model, used)
-    _name_sizes(proto.graph, graph)
+    name_sizes(proto.graph, graph.envelope)
     inputs, outputs = (tuple(value.name for value in values) for values in (proto.graph.input, proto.graph.output))
     return OnnxExport(model=proto, weights=used, inputs=inputs, outputs=outputs)
 
@@ -260,9 +260,7 @@ def _to_proto(model: Any, weights: Collection[str]) -> onnx.ModelProto:
     from onnx import TensorProto
 
     proto: onnx.ModelProto = onnx_ir.to_proto(model)
-    for name in ("producer_name", "producer_version", "doc_string", "metadata_props", "domain", "model_version"):
-        proto.ClearField(name)
-    _scrub(proto.graph)
+    scrub(proto)
     inputs = list(proto.graph.input)
     del proto.graph.input[:]
     for value in inputs:
@@ -273,59 +271,6 @@ def _to_proto(model: Any, weights: Collection[str]) -> onnx.ModelProto:
         else:
             proto.graph.input.append(value)
     return proto
-
-
-def _scrub(graph: onnx.GraphProto) -> None:
-    for part in (graph, *graph.node, *graph.input, *graph.output, *graph.value_info, *graph.initializer):
-        part.ClearField("doc_string")
-        part.ClearField("metadata_props")
-    for inner in _inner_graphs(graph):
-        _scrub(inner)
-
-
-def _inner_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield attribute.g
-            yield from attribute.graphs
-
-
-def _name_sizes(proto: onnx.GraphProto, graph: CapturedGraph) -> None:
-    """Name sizes that vary as the envelope does: how torch counts its symbols changes from run to run."""
-    names: dict[str, str] = {}
-    for value, extents in zip(proto.input, graph.envelope.inputs, strict=True):
-        for size, extent in zip(value.type.tensor_type.shape.dim, extents, strict=True):
-            if extent.symbol is not None:
-                names.setdefault(size.dim_param, _expression(extent))
-                size.dim_param = _expression(extent)
-    for value in proto.output:
-        _rename_sizes(value, names)
-    _rename_inner_sizes(proto, names)
-
-
-def _rename_inner_sizes(proto: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    for value in proto.value_info:
-        _rename_sizes(value, names)
-    for inner in _inner_graphs(proto):
-        for value in (*inner.input, *inner.output):
-            _rename_sizes(value, names)
-        _rename_inner_sizes(inner, names)
-
-
-def _rename_sizes(value: onnx.ValueInfoProto, names: Mapping[str, str]) -> None:
-    for size in value.type.tensor_type.shape.dim:
-        if size.HasField("dim_param"):
-            name = names.get(size.dim_param)
-            if name is None:
-                size.Clear()  # It varies; whoever reads the graph works out how.
-            else:
-                size.dim_param = name
-
-
-def _expression(extent: Extent) -> str:
-    scaled = f"{extent.scale}*{extent.symbol}" if extent.scale != 1 else str(extent.symbol)
-    return f"{scaled}+{extent.offset}" if extent.offset else scaled
 
 
 def _reason(error: BaseException) -> str:

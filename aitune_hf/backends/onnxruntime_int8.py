@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aitune_hf.backends.onnx_export import OnnxExport
+from aitune_hf.backends.onnx_scrub import scrub
 
 if TYPE_CHECKING:
     import onnx
@@ -37,6 +38,5 @@ def quantised(export: OnnxExport) -> onnx.ModelProto:
             extra_options={"MatMulConstBOnly": True},
         )  # fmt: skip
         short = onnx.load(file)
-    for name in ("producer_name", "producer_version", "doc_string", "metadata_props"):
-        short.ClearField(name)
+    scrub(short)
     return short

@@ -116,7 +116,8 @@ def _opened(
     }
     options.add_external_initializers(list(given), list(given.values()))
     try:
-        return onnxruntime.InferenceSession(model, options, providers=providers_for(device))
+        # Else it would print what failed, and run on another device without a word to the caller.
+        return onnxruntime.InferenceSession(model, options, providers=providers_for(device), enable_fallback=0)
     except Exception as error:
         lines = str(error).strip().splitlines()
         raise EngineLoadError(f"ONNX Runtime refuses the graph: {lines[0][:300] if lines else error!r}") from error

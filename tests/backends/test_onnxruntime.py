@@ -267,6 +267,17 @@ def test_an_operator_without_a_word_in_onnx_is_named(tmp_path: Path) -> None:
         OnnxRuntimeBackend().build(request)
 
 
+def test_an_operator_that_the_runtime_lacks_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Noise(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.randn_like(x)
+
+    request = request_of(Noise().eval(), [{"x": torch.randn(3, 3)}], tmp_path)
+    with pytest.raises(BuildError, match=r"^model: .*(RandomNormalLike|not the program's)"):
+        OnnxRuntimeBackend().build(request)
+    assert capfd.readouterr() == ("", "")
+
+
 # -- equal to eager ---------------------------------------------------------------------------------------------------
 
 
