@@ -217,3 +217,15 @@ def test_many_weights_do_not_take_long(capture: Capture) -> None:
     mapped, _ = found(graph, lambda values: {name: value.t().contiguous() for name, value in values.items()})
     print(f"{time.perf_counter() - start:.2f} s")
     assert {name: slot.origin.weight for name, slot in mapped.slots.items()} == {n: n for n in values_of(graph.program)}
+
+
+def test_arrays_of_types_that_numpy_does_not_have(graph: CapturedGraph) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+
+    def cast(values: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return {"w": values["linear.weight"].detach().bfloat16().float().numpy().astype(ml_dtypes.bfloat16)}
+
+    mapped, residuals = found(graph, cast)
+    assert not residuals
+    assert mapped.slots["w"].dtype == "bfloat16"
+    assert mapped.fill(mapped.resolve(Net(), "net"))["w"].dtype == np.uint16
