@@ -8,13 +8,13 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 
-import torch
 from torch import nn
 
 from aitune_hf.cache import Environment, LocalStore
 from aitune_hf.config import TuneConfig
 from aitune_hf.graph.hierarchy_hash import hierarchy_hash
-from aitune_hf.tuning.drive import _record_name, make_tuner
+from aitune_hf.tuning.drive import make_tuner, record_name
+from aitune_hf.tuning.place import environment_of
 from aitune_hf.tuning.ranks import local_module
 from aitune_hf.tuning.tuner import EngineTuner
 from aitune_hf.tuning.verdict import Verdict, verdicts_of
@@ -49,7 +49,7 @@ class Target:
     @cached_property
     def record_name(self) -> str:
         """The local record of which of its modules are tuned."""
-        return _record_name(self._local_roots, self.tuner)
+        return record_name(self._local_roots, self.tuner)
 
     @cached_property
     def pipeline_hash(self) -> str:
@@ -97,10 +97,7 @@ class Target:
 
     def environment(self, module: nn.Module) -> Environment:
         """Where its engines must be valid, as the tuner has it."""
-        tensors = (*module.parameters(), *module.buffers())
-        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        here = Environment.current(device.type)
-        return here.portable() if self.config.portable and device.type == "cpu" else here
+        return environment_of(module, self.config)
 
     def verdicts(self, module: nn.Module) -> list[Verdict]:
         """What the local cache knows of its graphs."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import time
@@ -14,10 +13,9 @@ import torch
 from torch import nn
 
 from aitune_hf.backends.registry import get_backend, known_backends
-from aitune_hf.cache import LocalStore, canonical_json, default_cache_dir
+from aitune_hf.cache import LocalStore, default_cache_dir
 from aitune_hf.config import TuneConfig
 from aitune_hf.errors import AITuneError, SampleError, UntunableError
-from aitune_hf.graph.hierarchy_hash import hierarchy_hash
 from aitune_hf.jit.hierarchy import walk
 from aitune_hf.jit.module_report import parameter_count
 from aitune_hf.jit.module_state import ModuleState
@@ -28,6 +26,7 @@ from aitune_hf.jit.session import TuningSession, use_session
 from aitune_hf.jit.statistics import TuningStats
 from aitune_hf.strategy import OneBackend
 from aitune_hf.tuning.output_metrics import kept_output
+from aitune_hf.tuning.place import pipeline_hash, target_record_name
 from aitune_hf.tuning.quality_gate import QualityOutcome, hold_to_budget
 from aitune_hf.tuning.ranks import Rank, agreed, local_module, shared_out, spread_over_processes
 from aitune_hf.tuning.report import TuningReport
@@ -35,7 +34,7 @@ from aitune_hf.tuning.summary import summarize
 from aitune_hf.tuning.tuner import EngineTuner
 from aitune_hf.tuning.unverified import read_unverified_modules
 
-__all__ = ["make_tuner", "restore_modules", "stats_of", "tune_modules"]
+__all__ = ["make_tuner", "record_name", "record_samples", "restore_modules", "stats_of", "tune_heads", "tune_modules"]
 
 logger = logging.getLogger("aitune_hf")
 #: Passes over the samples: one, and one per level that could not be replayed.
@@ -95,14 +94,14 @@ def tune_modules(
             undo.callback(unpatch_tree, root)
         with use_session(session):
             Patcher(session).patch_all(roots.items())
-            eager = _record(session, tuner, drive, samples)
+            eager = record_samples(session, tuner, drive, samples)
             session.replaying = False
             if not session.heads:
                 raise SampleError(f"the samples called none of the modules {', '.join(roots)}; nothing can be tuned")
             if config.mode != "inspect":
                 if tuner.rank.count > 1:
                     _agree_on_times(session, tuner, roots)
-                _tune_heads(session, tuner.rank)
+                tune_heads(session, tuner.rank)
                 if isinstance(config.chosen_strategy, OneBackend):
                     _require_engines(session, tuner)
             quality = _hold_quality(session, tuner, drive, samples, eager)
@@ -113,7 +112,7 @@ def tune_modules(
     return report
 
 
-def _record(
+def record_samples(
     session: TuningSession,
     tuner: EngineTuner,
     drive: Callable[[Any], object],
@@ -207,7 +206,7 @@ def _record_deeper(session: TuningSession) -> bool:
 def _agree_on_times(session: TuningSession, tuner: EngineTuner, roots: Mapping[str, nn.Module]) -> None:
     """Let all ranks go by the times that one of them recorded, so that all choose the same modules to tune."""
     recorders = {patched.fq_name: patched.recorder for patched in walk(session.heads)}
-    name = _record_name(roots, tuner).replace("pipelines/", "times/")
+    name = record_name(roots, tuner).replace("pipelines/", "times/")
     times = agreed(tuner.store, name, tuner.began, lambda: {key: one.seconds for key, one in recorders.items()})
     for key, recorder in recorders.items():
         seconds = times.get(key)
@@ -218,7 +217,8 @@ def _agree_on_times(session: TuningSession, tuner: EngineTuner, roots: Mapping[s
                 graph.seconds *= ratio
 
 
-def _tune_heads(session: TuningSession, rank: Rank) -> None:
+def tune_heads(session: TuningSession, rank: Rank) -> None:
+    """Tune what was recorded at the top, the slowest first, shared out over the ranks."""
     total = sum(head.recorder.seconds for head in session.heads) or 1.0
     heads = sorted(session.heads, key=lambda head: -head.recorder.seconds)
     heads = shared_out(heads, rank, structure=PatchedModule._get_hierarchy_hash, size=parameter_count)
@@ -244,16 +244,15 @@ def _settle(roots: Mapping[str, nn.Module]) -> None:
                 patched._unpatch()
 
 
-def _record_name(roots: Mapping[str, nn.Module], tuner: EngineTuner) -> str:
-    """Named by the identity of the whole target: its modules' structures by path."""
-    parts = {path: hierarchy_hash(root) for path, root in roots.items()}
-    return f"pipelines/{hashlib.sha256(canonical_json(parts)).hexdigest()}-{tuner.policy[:8]}.json"
+def record_name(roots: Mapping[str, nn.Module], tuner: EngineTuner) -> str:
+    """The local record of which modules of a target are tuned."""
+    return target_record_name(pipeline_hash(roots), tuner.policy[:8])
 
 
 def _remember(roots: Mapping[str, nn.Module], tuner: EngineTuner) -> None:
     """Note which modules of this target are tuned, so that the next process need not look at all of them."""
     paths = [p.path for root in roots.values() for p in patched_modules(root) if p.state is ModuleState.TUNED]
-    tuner.store.write_record(_record_name(roots, tuner), {"schema": 1, "modules": sorted(paths)})
+    tuner.store.write_record(record_name(roots, tuner), {"schema": 1, "modules": sorted(paths)})
 
 
 def restore_modules(roots: Mapping[str, nn.Module], config: TuneConfig) -> int:
@@ -266,7 +265,7 @@ def restore_modules(roots: Mapping[str, nn.Module], config: TuneConfig) -> int:
     """
     roots = {path: local_module(root) for path, root in roots.items()}
     tuner = make_tuner(config)
-    record = tuner.store.read_record(_record_name(roots, tuner))
+    record = tuner.store.read_record(record_name(roots, tuner))
     paths = record.get("modules") if record else None
     if not isinstance(paths, list):
         paths = read_unverified_modules(tuner.store, roots)

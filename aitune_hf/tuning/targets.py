@@ -164,11 +164,11 @@ def build_modules_for(
         session.replaying = True  # Nothing is built in the middle of a call.
         with use_session(session):
             Patcher(session).patch_all(roots.items())
-            drive._record(session, builder, run, samples)  # type: ignore[arg-type]
+            drive.record_samples(session, builder, run, samples)  # type: ignore[arg-type]
             session.replaying = False
             if not session.heads:
                 raise SampleError(f"the samples called none of the modules {', '.join(roots)}; nothing can be built")
-            drive._tune_heads(session, Rank())
+            drive.tune_heads(session, Rank())
     for aim in aims:
         write_unverified_modules(store, roots, aim.place, builder.modules[str(aim)])
     cache = f"memory ({store.unwritable_reason})" if store.unwritable_reason else str(store.root)

@@ -7,11 +7,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from aitune_hf.backends.base import Backend, BuildRequest, BuildResult
 from aitune_hf.backends.isolation import IsolatedBuilder
-from aitune_hf.cache import Environment, KeyLockedError, LocalStore
+from aitune_hf.cache import KeyLockedError, LocalStore
 from aitune_hf.config import TuneConfig
 from aitune_hf.errors import BuildError, LostBuildError, UntunableError
 from aitune_hf.graph.hierarchy_hash import hierarchy_hash
@@ -24,6 +22,7 @@ from aitune_hf.tuning.candidate import Subject, build_here, build_request
 from aitune_hf.tuning.correctness import EagerReference
 from aitune_hf.tuning.decision import GraphDecision
 from aitune_hf.tuning.lossy import LossyEngine
+from aitune_hf.tuning.place import device_of, environment_of
 from aitune_hf.tuning.plan import repeated_blocks
 from aitune_hf.tuning.progress import Progress
 from aitune_hf.tuning.ranks import Rank, shared_out
@@ -163,16 +162,13 @@ class EngineTuner:
 
     def _subject(self, patched: PatchedModule) -> Subject:
         module = patched.module
-        tensors = (*module.parameters(), *module.buffers())
-        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        environment = Environment.current(device.type)
         return Subject(
             path=patched.label,
             module=module,
             forward=patched._original_forward.__wrapped__,
             hierarchy_hash=hierarchy_hash(module),
-            environment=environment.portable() if self.config.portable and device.type == "cpu" else environment,
-            device=device,
+            environment=environment_of(module, self.config),
+            device=device_of(module),
             stats=patched.stats,
             weights=WeightsDigest(module),
         )

@@ -7,7 +7,6 @@ came of it. They are not timed: ``tune`` on that machine decides as if they were
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from aitune_hf.cache import Environment, LocalStore, canonical_json
+from aitune_hf.cache import Environment, LocalStore
 from aitune_hf.errors import CandidateError, ConfigError
-from aitune_hf.graph.hierarchy_hash import hierarchy_hash
 from aitune_hf.jit.dispatcher import InstalledEngine
 from aitune_hf.tuning.candidate import Subject
+from aitune_hf.tuning.place import pipeline_hash, target_record_name
 from aitune_hf.tuning.verdict import EngineRecord, Verdict, policy_digest, verdicts_of, write_verdict
 
 if TYPE_CHECKING:
@@ -91,18 +90,13 @@ def read_unverified_modules(store: LocalStore, roots: Mapping[str, nn.Module]) -
         place = Environment.current(next(kinds, "cpu")).for_plans()
     except ConfigError:
         return []
-    if not any(name.endswith(_ending(place)) for name in store.records(under="pipelines")):
+    if not any(name.endswith(f"-{place.tag}.json") for name in store.records(under="pipelines")):
         return []  # As nearly always; hashing a large target takes a moment.
     return _listed(store.read_record(_record_name(roots, place)))
 
 
 def _record_name(roots: Mapping[str, nn.Module], place: Environment) -> str:
-    hashes = {path: hierarchy_hash(root) for path, root in roots.items()}
-    return f"pipelines/{hashlib.sha256(canonical_json(hashes)).hexdigest()}{_ending(place)}"
-
-
-def _ending(place: Environment) -> str:
-    return f"-{place.tag}.json"
+    return target_record_name(pipeline_hash(roots), place.tag)
 
 
 def _listed(record: Mapping[str, Any] | None) -> list[str]:
