@@ -39,6 +39,9 @@ def test_a_sample_sees_what_changes_whole_tensors() -> None:
     """Whatever their type and layout."""
     tensors = [
         torch.randn(5, 6).t(),
+        torch.randn(7, 9)[1:6, 2:5],
+        torch.randn(4, 1).expand(4, 3).contiguous()[:, :1],
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.randn(3),
         torch.tensor(2.0),
         torch.full((2, 2, 2), torch.nan),
