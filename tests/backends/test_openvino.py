@@ -21,8 +21,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-pytest.importorskip("openvino")
-
 from aitune_hf.backends import openvino_sdk
 from aitune_hf.backends.base import AxisRange, Backend, BuildRequest, BuildResult, LoadRequest
 from aitune_hf.backends.isolation import IsolatedBuilder
@@ -31,6 +29,9 @@ from aitune_hf.backends.openvino_engine import OpenVINOEngine
 from aitune_hf.backends.registry import get_backend
 from aitune_hf.errors import BuildError, ConfigError, EngineLoadError
 from aitune_hf.graph.structure import flatten, unflattener
+
+if openvino_sdk.missing_openvino():
+    pytest.skip(str(openvino_sdk.missing_openvino()), allow_module_level=True)
 
 Randomized = Callable[[nn.Module, int], nn.Module]
 BATCH = AxisRange(min=1, max=8)
@@ -138,8 +139,7 @@ def blocks(build: Callable[..., Built]) -> Built:
 
 
 def test_it_is_a_backend() -> None:
-    import openvino
-
+    openvino = openvino_sdk.load_openvino()
     backend = OpenVINOBackend()
     assert isinstance(backend, Backend)
     assert (backend.name, backend.native, backend.isolated) == ("openvino", False, True)
@@ -483,7 +483,8 @@ def test_memory_that_was_freed_is_not_read(blocks: Built) -> None:
 
 @pytest.mark.parametrize("options", [{"compress": "int8"}, {"quantize": "int8"}])
 def test_int8_is_baked(build: Callable[..., Built], options: dict[str, str], randomized: Randomized) -> None:
-    pytest.importorskip("nncf")
+    if openvino_sdk.missing_nncf():
+        pytest.skip("no NNCF")
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval()
     calls = [{"input": torch.randn(4, 64)}]
