@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from aitune_hf.backends.base import LoadRequest
 from aitune_hf.backends.constant_map import ConstantMap
-from aitune_hf.backends.constants import memory_key
 from aitune_hf.backends.onnxruntime_session import Session
+from aitune_hf.backends.weight_trace import WeightSample, trace_of
 from aitune_hf.errors import EngineLoadError
 
 __all__ = ["OnnxRuntimeEngine"]
@@ -22,8 +22,8 @@ class OnnxRuntimeEngine:
     """A graph filled with the weights of one module.
 
     ONNX Runtime copies all weights when it opens a session, most of them into a layout of its own. So while the module
-    keeps its weights too they take their room twice, and an edit in place is not seen until :meth:`rebind`. That copies
-    again, after it has let go of the first copy.
+    keeps its weights too they take their room twice. An edit of a whole weight is seen at the next call, one of a few of
+    its numbers at the next :meth:`rebind`; then all are copied again, after the first copy was let go of.
 
     Calls run side by side in one session. :meth:`rebind` waits for those that run and holds back new ones, so each
     answer is that of one set of weights.
@@ -45,12 +45,16 @@ class OnnxRuntimeEngine:
         self._threads = torch.get_num_threads()
         self._gate = _Gate()
         self._session: Session | None = None
-        self._live: dict[str, tuple[torch.Tensor, int]] | None = None
+        self._trace: dict[str, Any] = {}
+        self._sample: WeightSample | None = None
         self._closed = False
         self._fill(self._resolve())
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run; see :class:`aitune_hf.backends.base.Engine`."""
+        sample = self._sample
+        if sample is not None and sample.changed():
+            self.rebind()
         self._gate.enter()
         try:
             if self._session is None:
@@ -65,14 +69,14 @@ class OnnxRuntimeEngine:
             if self._closed:
                 raise EngineLoadError(f"{self._path}: the engine is closed")
             live = self._resolve()
-            if self._session is None or self._changed(live):
+            if self._session is None or trace_of(live) != self._trace:
                 self._fill(live)
 
     def close(self) -> None:
         """Wait for running calls, then let go of the session and the weights."""
         with self._gate:
             self._closed = True
-            self._session = self._live = None
+            self._session = self._sample = None
 
     def _resolve(self) -> dict[str, torch.Tensor]:
         module = self._module()
@@ -80,23 +84,16 @@ class OnnxRuntimeEngine:
             raise EngineLoadError(f"{self._path}: the module of this engine no longer exists")
         return self._weights.resolve(module, self._path, self._device)
 
-    def _changed(self, live: Mapping[str, torch.Tensor]) -> bool:
-        """True unless every weight is the very memory that was read, unedited since."""
-        # What was read is kept, or else its memory could be given to another tensor and look the same.
-        known = self._live
-        return known is None or any(
-            memory_key(known[name][0]) != memory_key(tensor) or known[name][1] != _version(tensor)
-            for name, tensor in live.items()
-        )
-
     def _fill(self, live: Mapping[str, torch.Tensor]) -> None:
-        self._session = None  # First: its copies of weights are not needed beside those of the next one.
-        # Versions as they are before the weights are read: what changes meanwhile is seen at the next rebind.
-        self._live = {name: (tensor.detach(), _version(tensor)) for name, tensor in live.items()}
+        # First: its copies of weights are not needed beside those of the next one.
+        self._session = self._sample = None
+        # As they are before the weights are read: what changes meanwhile is seen at the next call or rebind.
+        self._trace, sample = trace_of(live), WeightSample(live.values())
         try:
             self._session = Session(self._model, self._weights, live, self._device, self._threads)
         except EngineLoadError as error:
             raise EngineLoadError(f"{self._path}: {error}") from error
+        self._sample = sample
 
 
 class _Gate:
@@ -134,8 +131,3 @@ class _Gate:
             self._shut = False
             self._state.notify_all()
         self._changing.release()
-
-
-def _version(tensor: torch.Tensor) -> float:
-    """Counts edits in place; those of inference tensors leave no trace, so each look at one counts as an edit."""
-    return math.nan if tensor.is_inference() else tensor._version

@@ -42,7 +42,7 @@ def providers_for(device: torch.device) -> list[tuple[str, dict[str, Any]]]:
     """What is to run a graph on ``device``, the best first; empty if this build of ONNX Runtime serves no such device."""
     import onnxruntime
 
-    name = _PROVIDERS.get(device.type)
+    name = _PROVIDERS.get(device.type, "")
     if name not in onnxruntime.get_available_providers():
         return []
     host: tuple[str, dict[str, Any]] = (_PROVIDERS["cpu"], {})
@@ -125,7 +125,7 @@ def _opened(
 
 def _as_tensor(value: onnxruntime.OrtValue) -> torch.Tensor:
     # The wrapper itself speaks this protocol only in later versions, and early ones give booleans as bytes.
-    tensor: torch.Tensor = torch.from_dlpack(value._get_c_value())
+    tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(value._get_c_value())
     return tensor.view(torch.bool) if value.data_type() == "tensor(bool)" else tensor
 
 

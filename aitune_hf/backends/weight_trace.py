@@ -33,12 +33,13 @@ def trace_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 class WeightSample:
     """A few numbers of each tensor, as they are now; so few that they can be compared at every call (0.1 µs a tensor).
 
-    It sees what changes whole tensors, such as an adapter that is merged, and not an edit of a single row.
+    It sees what changes whole tensors, such as an adapter that is merged, and not an edit of a single row. It leaves out
+    what does not lie in the host's memory.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         # Views of the tensors' memory, which they keep.
-        self._few = [_few(tensor.detach()) for tensor in tensors if tensor.numel()]
+        self._few = [_few(tensor.detach()) for tensor in tensors if tensor.numel() and tensor.is_cpu]
         self._seen = self._read()
 
     def changed(self) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 
 from aitune_hf.backends.base import Engine, WeightsPolicy
 from aitune_hf.config import Tolerance
+from aitune_hf.errors import EngineLoadError
 from aitune_hf.graph.call_key import call_key
 from aitune_hf.graph.forward_signature import ForwardSignature
 from aitune_hf.graph.graph_spec import GraphSpec
@@ -171,6 +172,9 @@ class Dispatcher:
             return self._first_call(installed, plan, tensors, forward, args, kwargs)
         try:
             outputs = installed.engine(plan.inputs(tensors))
+        except EngineLoadError as error:  # It has looked at its weights; once they have moved again, it is asked again.
+            installed.failed = f"{_WEIGHTS}: {error}"
+            return self._eager(installed.failed, forward, args, kwargs)
         except Exception as error:  # noqa: BLE001 - native code may raise anything; eager is always right.
             installed.failed = f"the {installed.backend} engine raised {type(error).__name__}: {error}"
             return self._eager(installed.failed, forward, args, kwargs)

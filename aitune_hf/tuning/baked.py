@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from aitune_hf.backends.base import Engine
+from aitune_hf.backends.weight_trace import WeightSample
 from aitune_hf.errors import EngineLoadError
 
 __all__ = ["BakedEngine", "WeightsDigest"]
@@ -53,6 +54,15 @@ class WeightsDigest:
         for name, tensor in sorted(named.items()):
             whole.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0{self._of(name, tensor)}\n".encode())
         return whole.hexdigest()
+
+    def forget(self) -> None:
+        """Read every tensor again next time."""
+        self._known.clear()
+
+    def sample(self) -> WeightSample:
+        """A few numbers of each tensor, as they are now."""
+        module = self._module()
+        return WeightSample([] if module is None else (*module.parameters(), *module.buffers()))
 
     def _of(self, name: str, tensor: torch.Tensor) -> str:
         try:
@@ -105,10 +115,14 @@ class BakedEngine:
         self._engine = engine
         self._weights = weights
         self._expected = expected
+        self._sample = weights.sample()
         self.rebind()
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run; see :class:`aitune_hf.backends.base.Engine`."""
+        if self._sample.changed():  # Edits through `.data` leave no other trace.
+            self._weights.forget()
+            self.rebind()
         return self._engine(inputs)
 
     def rebind(self) -> None:
@@ -117,8 +131,10 @@ class BakedEngine:
         Raises:
             EngineLoadError: if they are not.
         """
+        sample = self._weights.sample()
         if self._weights.digest() != self._expected:
             raise EngineLoadError("they are part of the engine, and these are others; tune again to use the new ones")
+        self._sample = sample
 
     def close(self) -> None:
         """Let go of the engine."""

@@ -126,6 +126,14 @@ def test_a_build_that_hangs_is_stopped(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_stops_the_child(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # A job in the background ignores interrupts.
+    try:
+        _interrupted(tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupted(tmp_path: Path) -> None:
     with IsolatedBuilder() as builder:
         asked = request(tmp_path, how="hang")
         asked.capture()
