@@ -42,9 +42,22 @@ def _parser() -> argparse.ArgumentParser:
     cache.add_argument("--dir", type=Path, help="the cache folder (default: $AITUNE_HF_CACHE or $HF_HOME/aitune)")
     cache.add_argument("--max-mb", type=float, help="for gc: keep at most this many megabytes")
     cache.set_defaults(run=_cache)
+    backends = commands.add_parser("backends", help="say which compilers can be used here, and what the others lack")
+    backends.set_defaults(run=_backends)
     _add_build(commands)
     _add_sharing(commands)
     return parser
+
+
+def _backends(arguments: argparse.Namespace) -> int:
+    from aitune_hf.backends.registry import available_backends, unavailable_backends
+
+    found = {backend.name: f"{backend.version()}, ready" for backend in available_backends()}
+    found |= {name: f"not here: {reason}" for name, reason in unavailable_backends().items()}
+    width = max(map(len, found))
+    for name, text in sorted(found.items()):
+        print(f"{name.ljust(width)}  {text}")
+    return 0
 
 
 def _add_build(commands: Any) -> None:

@@ -62,6 +62,17 @@ def test_cache_gc_and_clear_make_room(cache: Path, capsys: pytest.CaptureFixture
     assert not list(cache.rglob("manifest.json"))
 
 
+def test_backends_says_what_can_be_used_and_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    from aitune_hf.backends.registry import backend_names, get_backend
+
+    assert main(["backends"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert sorted(lines) == backend_names()
+    for name, text in lines.items():
+        reason = get_backend(name).available()
+        assert text == (f"not here: {reason}" if reason else f"{get_backend(name).version()}, ready")
+
+
 def test_run_tunes_a_script_that_knows_nothing_of_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
