@@ -45,9 +45,12 @@ class GraphDecision:
         offered = self._offered()
         self._candidates += offered.out
         chosen: list[Chosen] = []
+        narrowed = ""
         try:
             for variant in self._variants():
                 found = self._best_of(variant, offered)
+                if variant.is_dynamic and found is None:
+                    narrowed = f"only for sizes that were recorded; for all between: {self._why()}"
                 if found is not None:
                     best, record = found
                     verdict.add(record)
@@ -58,7 +61,7 @@ class GraphDecision:
             for one in chosen:
                 one.installed.engine.close()
             raise
-        self._conclude()
+        self._conclude(narrowed)
         taken = [one.record.envelope for one in chosen]
         lost = [one for one in work.recorded.samples.shapes() if all(env.mismatch(one) for env in taken)]
         verdict.forget_lost(work.recorded.samples.shapes())
@@ -152,13 +155,13 @@ class GraphDecision:
 
     # -- what came of it -----------------------------------------------------------------------------------------------
 
-    def _conclude(self) -> None:
+    def _conclude(self, narrowed: str) -> None:
         result, candidates = self._work.result, self._candidates
         won = [candidate for candidate in candidates if candidate.outcome == "won"]
         result.structural = self._is_structural()
         result.candidates = candidates
         result.winner = won[0] if won else None
-        result.reason = "" if won else self._why()
+        result.reason = narrowed if won else self._why()
 
     def _is_structural(self) -> bool:
         """True if all that was tried failed because of what the module is."""

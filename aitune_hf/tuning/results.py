@@ -159,7 +159,7 @@ class GraphResult:
     Attributes:
         path: module path.
         winner: the candidate that answers its calls, or None where eager does.
-        reason: why eager stays.
+        reason: why eager stays, or why the winner takes no more than it does.
         structural: no engine could be had because the module cannot be captured, compiled or run right as a whole, so
             that what is below it should be tried.
         candidates: all that were tried, one per engine variant.

@@ -60,7 +60,7 @@ def _rows(patched: PatchedModule, total: float) -> list[ModuleRow]:
     for index, result in enumerate(results):
         winner = result.winner if result else None
         seconds = result.seconds if result else patched.recorder.seconds
-        note = "" if winner else (result.reason if result else patched.reasons.get("module", "eager stays"))
+        note = result.reason if result else patched.reasons.get("module", "eager stays")
         rows.append(
             ModuleRow(
                 path=name if len(results) == 1 else f"{name}[{index}]",

@@ -210,8 +210,10 @@ def test_single_sizes_are_built_where_one_engine_for_all_cannot_be(tmp_path: Pat
         return BuildError("axis 0 is fixed by the forward") if varies else None
 
     backend = FakeBackend(fail=only_static)
-    tune(model, [torch.randn(2, 4), torch.randn(3, 4)], first_working(tmp_path, backend))
+    report = tune(model, [torch.randn(2, 4), torch.randn(3, 4)], first_working(tmp_path, backend))
     assert len(backend.builds) == 2
+    assert "only for sizes that were recorded" in report.rows[0].note
+    assert "axis 0 is fixed by the forward" in report.rows[0].note
     with torch.no_grad():
         model(torch.randn(2, 4))
         model(torch.randn(3, 4))
