@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -37,6 +38,8 @@ _START = (
     "from aitune_hf.backends.build_worker import main; main()"
 )
 _ERRORS = {error.__name__: error for error in (BuildError, GraphBreakException, EngineLoadError)}
+#: Seconds, eleven days: some systems cannot wait for much more, and nobody would.
+_LONGEST = 1e6
 #: How much of what a dead child said is repeated.
 _LAST_WORDS = 200
 
@@ -59,9 +62,20 @@ class IsolatedBuilder:
         self.close()
 
     def start(self) -> None:
-        """Start the child now, so that it gets ready while something else is done."""
-        if self._child is None:
+        """Start the child now, so that it gets ready while something else is done.
+
+        Raises:
+            BuildError: if this machine has no room for it.
+        """
+        if self._child is not None:
+            return
+        try:
             self._child = _Child()
+        except OSError as error:
+            raise BuildError(
+                f"the build process cannot be started: {error}; free some memory, space in {tempfile.gettempdir()} or "
+                "file handles, or tune with backends that build in this process, such as inductor"
+            ) from error
 
     @property
     def is_running(self) -> bool:
@@ -72,7 +86,7 @@ class IsolatedBuilder:
         """``backend.build(request)`` in the child.
 
         Raises:
-            BuildError: if it fails, takes too long or the child dies, with how.
+            BuildError: if it fails, takes too long, or the child dies or cannot be started, with how.
             GraphBreakException: if the forward cannot be captured as one graph.
         """
         label = f"{backend.name} failed on {request.path}"
@@ -98,6 +112,7 @@ class IsolatedBuilder:
 
         Raises:
             EngineLoadError: if it cannot be loaded or run, or the child dies of it, with how.
+            BuildError: if there is no child to try it in, which says nothing about the engine.
         """
         label = f"the {backend.name} engine of {path} failed its first load in a child process"
         task = {
@@ -129,6 +144,8 @@ class IsolatedBuilder:
         except BaseException:  # An interrupt, for one: what the child is about to say would answer the next task.
             self.close()
             raise
+        if child.is_late:  # Stopped in the moment in which it answered.
+            self.close()
         if answer["error"] is not None:
             name, message = answer["error"]
             raise _ERRORS.get(name, error)(message if name in _ERRORS else f"{label}: {name}: {message}")
@@ -143,21 +160,17 @@ class _Child:
     """One worker process."""
 
     def __init__(self) -> None:
-        ours, theirs = Pipe()
-        # A file, not a pipe: nobody reads it while the child works, and a full pipe would stop it.
-        self._words: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by kill()
-        settings = {"fd": theirs.fileno(), "path": sys.path, "threads": torch.get_num_threads(), "parent": os.getpid()}
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _START, json.dumps(settings)],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=self._words,
-            stderr=self._words,
-            start_new_session=True,  # Ctrl-C is for the parent, which then kills this one.
-        )
-        theirs.close()
-        self._pipe = ours
-        self._end = weakref.finalize(self, _kill, self._process, ours, self._words)
+        self.is_late = False
+        with contextlib.ExitStack() as undo:
+            ours, theirs = Pipe()
+            undo.enter_context(ours)
+            with theirs:
+                # A file, not a pipe: nobody reads it while the child works, and a full pipe would stop it.
+                words: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
+                process = _started(theirs.fileno(), words)
+            undo.pop_all()
+        self._pipe, self._words, self._process = ours, words, process
+        self._end = weakref.finalize(self, _kill, process, ours, words)
 
     def ask(self, task: Mapping[str, Any], timeout_s: float | None) -> Mapping[str, Any]:
         """Send a task and wait for the answer.
@@ -165,15 +178,34 @@ class _Child:
         Raises:
             _Died: if there is none.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            self._pipe.send_bytes(pickle.dumps(task))
-            if not self._pipe.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                raise _Died(f"it took longer than {timeout_s:g} s, and was stopped")
-            answer: Mapping[str, Any] = pickle.loads(self._pipe.recv_bytes())  # noqa: S301 - our own child, our own pipe
+            if timeout_s is None or timeout_s > _LONGEST:
+                return self._answer(task, None)
+            # A child that hangs before it reads would let a large task wait in the pipe for ever: then nothing but its
+            # end ends that.
+            timer = threading.Timer(timeout_s, self._stop)
+            timer.daemon = True
+            timer.start()
+            try:
+                return self._answer(task, time.monotonic() + timeout_s)
+            finally:
+                timer.cancel()
         except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            if self.is_late:
+                raise _Died(f"it took longer than {timeout_s:g} s, and was stopped") from error
             raise _Died(f"its process {self._fate()}") from error
+
+    def _answer(self, task: Mapping[str, Any], deadline: float | None) -> Mapping[str, Any]:
+        self._pipe.send_bytes(pickle.dumps(task))
+        if not self._pipe.poll(None if deadline is None else max(0.0, deadline - time.monotonic())):
+            self.is_late = True
+            raise EOFError
+        answer: Mapping[str, Any] = pickle.loads(self._pipe.recv_bytes())  # noqa: S301 - our own child, our own pipe
         return answer
+
+    def _stop(self) -> None:
+        self.is_late = True
+        _kill_group(self._process)
 
     def _fate(self) -> str:
         try:
@@ -198,10 +230,33 @@ class _Child:
 
 def _kill(process: subprocess.Popen[bytes], pipe: Connection[Any, Any], words: IO[bytes]) -> None:
     pipe.close()
-    with contextlib.suppress(ProcessLookupError):  # It and all it started may have ended.
-        os.killpg(process.pid, signal.SIGKILL)
+    _kill_group(process)
     process.wait()
     words.close()
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):  # It and all it started may have ended.
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _started(fd: int, words: IO[bytes]) -> subprocess.Popen[bytes]:
+    """A worker that serves the pipe ``fd``."""
+    settings = {
+        "fd": fd,
+        # Some programs put paths there that are no strings; what is neither, Python itself passes over.
+        "path": [os.fsdecode(entry) for entry in sys.path if isinstance(entry, (str, os.PathLike))],
+        "threads": torch.get_num_threads(),
+        "parent": os.getpid(),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-I", "-c", _START, json.dumps(settings)],
+        pass_fds=[fd],
+        stdin=subprocess.DEVNULL,
+        stdout=words,
+        stderr=words,
+        start_new_session=True,  # Ctrl-C is for the parent, which then kills this one.
+    )
 
 
 def _pickled(backend: Backend, label: str) -> bytes:

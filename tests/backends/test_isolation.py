@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -123,6 +124,46 @@ def test_a_build_that_hangs_is_stopped(tmp_path: Path) -> None:
         with pytest.raises(BuildError, match="longer than 1 s"):
             builder.build(Misbehaves(), request(tmp_path, how="hang"))
         assert builder._child is None
+
+
+def test_a_child_that_never_reads_is_stopped_while_a_large_task_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aitune_hf.backends.isolation._START", "import time; time.sleep(600)")
+    large = {"unused": b"0" * 5_000_000}  # More than a pipe holds.
+    with IsolatedBuilder(timeout_s=1) as builder:
+        with pytest.raises(BuildError, match="longer than 1 s"):
+            builder.build(Writes(), request(tmp_path, **large))
+        assert not builder.is_running
+
+
+def test_a_path_entry_of_any_type_starts_a_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd: list[Any] = [tmp_path, os.fsencode(tmp_path), None]
+    monkeypatch.setattr(sys, "path", [*sys.path, *odd])
+    with IsolatedBuilder(timeout_s=120) as builder:
+        assert builder.build(Writes(), request(tmp_path)).files == ["values.pt"]
+
+
+@pytest.mark.parametrize("what", ["tempfile.TemporaryFile", "subprocess.Popen"])
+def test_a_child_that_cannot_be_started_is_a_build_error_and_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def refuses(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    asked = request(tmp_path)
+    pack_request(asked)  # What is captured stays with the request; all that is opened from here on is the child's.
+    with IsolatedBuilder() as builder:
+        monkeypatch.setattr(f"aitune_hf.backends.isolation.{what}", refuses)
+        before = sorted(os.listdir("/proc/self/fd"))
+        with pytest.raises(BuildError, match="build process cannot be started: .*Cannot allocate memory; free some"):
+            builder.start()
+        with pytest.raises(BuildError, match="build process cannot be started"):
+            builder.build(Writes(), asked)
+        assert sorted(os.listdir("/proc/self/fd")) == before
+        assert not builder.is_running
+        monkeypatch.undo()
+        assert builder.build(Writes(), asked).files == ["values.pt"]
 
 
 def test_an_interrupt_stops_the_child(tmp_path: Path) -> None:
