@@ -77,8 +77,9 @@ class TuneConfig:
         dry_run: go through all steps without building; for trying a configuration out.
         dry_run_failure_probability: how often a dry run pretends that a module fails, 0 to 1.
         time_budget_s: start no further build after this many seconds; None is no limit.
-        candidate_timeout_s: end the build of one candidate after this many seconds; None is no limit. Only builds in a
-            child process can be ended (``Backend.isolated``), those in this process run to their end.
+        candidate_timeout_s: end the build of one candidate after this many seconds, half an hour unless told otherwise;
+            None is no limit. Only builds in a child process can be ended (``Backend.isolated``), those in this process run
+            to their end.
         timing_pairs: pairs of timed runs per candidate and shape.
         portable: build CPU engines for every x86-64-v3 CPU (AVX2) instead of this very one, to share them between machines.
         max_cache_bytes: after a build, remove the engines unused the longest beyond this many bytes; None is no limit.
@@ -112,7 +113,7 @@ class TuneConfig:
     dry_run: bool = False
     dry_run_failure_probability: float = 0.0
     time_budget_s: float | None = None
-    candidate_timeout_s: float | None = None
+    candidate_timeout_s: float | None = 1800.0
     timing_pairs: int = 15
     portable: bool = False
     max_cache_bytes: int | None = None

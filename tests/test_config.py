@@ -121,6 +121,11 @@ def test_strategies_by_name_or_as_objects() -> None:
     assert read.candidate_timeout_s == 60
 
 
+def test_a_build_that_hangs_does_not_hang_for_ever_unless_that_is_asked_for() -> None:
+    assert TuneConfig().candidate_timeout_s == 1800
+    assert TuneConfig(candidate_timeout_s=None).candidate_timeout_s is None
+
+
 def test_batch_sizes_are_swept_with_the_highest_effort_or_when_named() -> None:
     assert TuneConfig().swept_batch_sizes == ()
     assert TuneConfig(effort="max").swept_batch_sizes == (1, 2, 4, 8)
