@@ -20,10 +20,11 @@ class Timing:
 
     Attributes:
         eager_ms, engine_ms: median latency per call, milliseconds, weighted by how often each shape was called.
-        speedup: median over the pairs of eager / engine.
+        speedup: median over the rounds of eager / engine. A round times each shape once, and gives one ratio: of the
+            sums over the shapes, weighted by how often each was called.
         low, high: quartiles of the same.
         sure, at_most: ends of the 90 % confidence interval of the median.
-        pairs: pairs timed.
+        pairs: rounds timed, each with one pair of eager and engine per shape; so many ratios there are.
         slowest_ms: the engine's median latency at the shape that takes it the longest.
     """
 

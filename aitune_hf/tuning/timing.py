@@ -109,7 +109,7 @@ def paired_timing(
 
     Args:
         cases: ``(weight, eager, engine)`` per shape; the weight is how often that shape is called.
-        pairs: pairs per shape.
+        pairs: rounds; each times one pair per shape.
         min_speedup: what must be decided: is the speed-up at least this?
         max_seconds: as for :func:`interleaved_timing`.
     """
@@ -151,41 +151,36 @@ def _timings(cases: Sequence[Case]) -> list[Timing]:
 
 
 def _timing(cases: Sequence[Case], engine: int) -> Timing:
-    total = sum(case.weight for case in cases) or 1
-    ratios: list[tuple[float, float]] = []
+    total = sum(case.weight for case in cases)
     eager_ms = engine_ms = slowest_ms = 0.0
     for case in cases:
-        theirs, ours = case.times[0], case.times[engine]
-        share = case.weight / total
-        eager_ms += share * statistics.median(theirs)
-        engine_ms += share * statistics.median(ours)
-        slowest_ms = max(slowest_ms, statistics.median(ours))
-        # Each shape counts for the time it takes, so its ratios weigh as much as eager spends on it.
-        heft = share * statistics.median(theirs) / len(theirs)
-        ratios += [(a / b, heft) for a, b in zip(theirs, ours, strict=True)]
+        theirs, ours = statistics.median(case.times[0]), statistics.median(case.times[engine])
+        eager_ms += case.weight / total * theirs
+        engine_ms += case.weight / total * ours
+        slowest_ms = max(slowest_ms, ours)
+    # A round is a sample of all the work, so a shape that gets much slower is never outvoted by others that get faster.
+    ratios = sorted(a / b for a, b in zip(_per_round(cases, 0), _per_round(cases, engine), strict=True))
+    rounds = len(ratios)
     # By order statistics: the rank of the median is binomial, with a standard deviation of sqrt(n) / 2.
-    margin = 1.645 / (2 * math.sqrt(len(ratios)))
-    quantiles = (0.25, 0.5, 0.75, max(0.0, 0.5 - margin), min(1.0, 0.5 + margin))
-    low, middle, high, sure, at_most = (_weighted_quantile(ratios, q) for q in quantiles)
+    rank = max(0, math.floor(rounds / 2 - 1.645 * math.sqrt(rounds) / 2) - 1)
+    quarter = math.ceil(rounds / 4) - 1
     return Timing(
         eager_ms=eager_ms,
         engine_ms=engine_ms,
-        speedup=middle,
-        low=low,
-        high=high,
-        sure=sure,
-        at_most=at_most,
-        pairs=len(ratios),
+        speedup=statistics.median(ratios),
+        low=ratios[quarter],
+        high=ratios[rounds - 1 - quarter],
+        sure=ratios[rank],
+        at_most=ratios[rounds - 1 - rank],
+        pairs=rounds,
         slowest_ms=slowest_ms,
     )
 
 
-def _weighted_quantile(values: list[tuple[float, float]], q: float) -> float:
-    ordered = sorted(values)
-    target = q * sum(weight for _, weight in ordered)
-    running = 0.0
-    for value, weight in ordered:
-        running += weight
-        if running >= target:
-            return value
-    return ordered[-1][0]
+def _per_round(cases: Sequence[Case], run: int) -> list[float]:
+    """What all calls would have taken at the speed of each round."""
+    weights = [case.weight for case in cases]
+    return [
+        sum(weight * ms for weight, ms in zip(weights, times, strict=True))
+        for times in zip(*(case.times[run] for case in cases), strict=True)
+    ]

@@ -41,7 +41,32 @@ def test_each_shape_counts_for_the_time_it_takes(spend: Spend) -> None:
     slower_but_rare = (1, lambda: spend(1), lambda: spend(4))
     faster_and_frequent = (30, lambda: spend(4), lambda: spend(1))
     found = paired_timing([slower_but_rare, faster_and_frequent], 5, CPU)
-    assert found.speedup == pytest.approx(4)
+    assert found.speedup == pytest.approx((1 + 30 * 4) / (4 + 30 * 1))
+    assert found.speedup == pytest.approx(found.eager_ms / found.engine_ms)
+
+
+def test_a_shape_that_gets_much_slower_is_not_outvoted(spend: Spend) -> None:
+    frequent_and_faster = (10, lambda: spend(1), lambda: spend(0.5))
+    rare_and_far_slower = (1, lambda: spend(4), lambda: spend(14))
+    found = paired_timing([frequent_and_faster, rare_and_far_slower], 5, CPU, 1.02)
+    assert found.speedup == pytest.approx((10 * 1 + 4) / (10 * 0.5 + 14))
+    assert found.decides(1.02)
+    assert not found.wins(1.02)
+
+
+def test_a_round_over_several_shapes_is_one_ratio(spend: Spend) -> None:
+    cases = [(1, lambda: spend(2), lambda: spend(1)), (3, lambda: spend(4), lambda: spend(3))]
+    assert paired_timing(cases, 7, CPU).pairs == 7
+
+
+def test_the_interval_is_of_order_statistics_over_the_rounds(spend: Spend) -> None:
+    # Warm-up takes the first three; then eager / engine is 1, 2, … 15, so the median surely lies from the 4th to the 12th.
+    times = iter([1.0] * timing.WARM_UP + [120 / rank for rank in range(1, 16)])
+    found = timing.interleaved_timing(
+        [timing.Case(1, [lambda: spend(120), lambda: spend(next(times))])], 15, CPU, lambda found: True
+    )[0]
+    expected = (4, 4, 8, 12, 12)
+    assert (found.sure, found.low, found.speedup, found.high, found.at_most) == pytest.approx(expected)
 
 
 def test_equal_speeds_do_not_win(spend: Spend) -> None:
