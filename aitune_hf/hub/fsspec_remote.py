@@ -1,24 +1,28 @@
 """Any file system that fsspec knows as a remote: a shared folder, a bucket, memory.
 
-It has no commits. Files of engines are written first and what names them last, each under a temporary name that is then
-moved, so that a reader never finds half of anything. What others change too (records, the card) is written under a lock
-where the file system is this machine's, and looked at again after it was written elsewhere.
+It has no commits. Files of engines are written first and what names them last, so that a reader never finds half of
+anything. On this machine's file system all of a push happens under one lock, and each file appears by a move. Elsewhere
+there is no lock: an engine's file is made only where there is none (nobody's bytes are replaced), and what others change
+too (records, the card) is compared right before it is written and looked at again afterwards, which narrows a race between
+writers and does not exclude it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from filelock import FileLock
 
 from aitune_hf.cache import FileDigest
+from aitune_hf.cache.manifest import MANIFEST_NAME
 from aitune_hf.errors import ConfigError
 from aitune_hf.hub.remote import Addition, Head, Landed, Reading, RemoteConflictError, RemoteError, redacted
 
@@ -76,6 +80,11 @@ class FsspecRemote:
 
         return self._try(f"list {prefix}", find)
 
+    def present(self, paths: Sequence[str], *, revision: str | None) -> set[str]:
+        """See :class:`~aitune_hf.hub.remote.Remote`."""
+        self._refuse(revision)
+        return {path for path in paths if self._try(f"look for {path}", partial(self._fs.exists, self._place(path)))}
+
     def fetch(self, files: Mapping[str, FileDigest], *, commit: str, folder: Path, local_only: bool = False) -> None:
         """See :class:`~aitune_hf.hub.remote.Remote`."""
         self._reach(local_only)
@@ -95,24 +104,92 @@ class FsspecRemote:
         self._refuse(revision)
         if create_pr:
             raise RemoteError(f"{self.url} has no pull requests: they are for repositories on the Hub", "broken")
-        listed = list(additions)
-        for each in listed:
-            if each.replaces is None:
-                self._try(f"write {each.path}", partial(self._write, each))
+        # What says that an engine is there comes after its files, and what lists engines after those.
+        listed = sorted(additions, key=lambda each: (each.replaces is not None, each.path.endswith(MANIFEST_NAME)))
         shared = [each for each in listed if each.replaces is not None]
         with self._alone():
-            for each in shared:
-                expected = each.replaces or b""
-                if self._try(f"read {each.path}", partial(self._start, each.path, len(expected) + 1)) != expected:
-                    raise RemoteConflictError(f"{self.url}: {each.path} was changed by somebody else meanwhile")
+            self._compare(shared)
+            for each in listed[: len(listed) - len(shared)]:
+                self._try(f"write {each.path}", partial(self._add, each))
+            if not self._is_local:
+                self._compare(shared)
             for each in shared:
                 self._try(f"write {each.path}", partial(self._write, each))
         return Landed(commit="", url=self.url)
 
-    # -- files ---------------------------------------------------------------------------------------------------------
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def _compare(self, shared: Iterable[Addition]) -> None:
+        for each in shared:
+            expected = each.replaces or b""
+            if self._try(f"read {each.path}", partial(self._start, each.path, len(expected) + 1)) != expected:
+                raise RemoteConflictError(f"{self.url}: {each.path} was changed by somebody else meanwhile")
+
+    def _add(self, addition: Addition) -> None:
+        """Write a file of an engine, unless it is there."""
+        target = self._place(addition.path)
+        if addition.force or not self._fs.exists(target):
+            self._create(addition)
+        elif not self._holds(target, addition.source):
+            manifest = str(PurePosixPath(target).with_name(MANIFEST_NAME))
+            if not self._is_local or self._fs.exists(manifest):
+                raise RemoteConflictError(f"{self.url}: {addition.path} is there with other bytes")
+            self._write(addition)  # With the lock held: what a push that was killed has left.
+
+    def _holds(self, target: str, source: bytes | Path) -> bool:
+        with self._fs.open(target, "rb") as file, _reader(source) as expected:
+            while True:
+                found, wanted = file.read(_CHUNK), expected.read(_CHUNK)
+                if found != wanted:
+                    return False
+                if not wanted:
+                    return True
+
+    def _create(self, addition: Addition) -> None:
+        if self._is_local or addition.force:
+            self._write(addition)
+            return
+        target = self._place(addition.path)
+        self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
+        try:
+            with self._fs.open(target, "xb") as out:
+                self._pour(addition.source, out)
+        except FileExistsError as error:
+            raise RemoteConflictError(f"{self.url}: {addition.path} was made by somebody else meanwhile") from error
+        except (NotImplementedError, ValueError):  # It cannot make a file only where there is none.
+            self._write(addition)
+
+    def _write(self, addition: Addition) -> None:
+        target = self._place(addition.path)
+        staged = f"{target}.{secrets.token_hex(8)}.tmp"
+        self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
+        try:
+            with self._fs.open(staged, "wb") as out:
+                self._pour(addition.source, out)
+            self._fs.mv(staged, target)
+        except BaseException:
+            if self._fs.exists(staged):
+                self._fs.rm(staged)
+            raise
+
+    def _pour(self, source: bytes | Path, out: Any) -> None:
+        with _reader(source) as file:
+            while chunk := file.read(_CHUNK):
+                out.write(chunk)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        lock: AbstractContextManager[Any] = nullcontext()
+        if self._is_local:
+            self._try("write", lambda: self._fs.makedirs(self._root, exist_ok=True))
+            lock = FileLock(Path(self._root) / _LOCK_NAME)
+        with self._guard, lock:
+            yield
+
+    # -- reading -------------------------------------------------------------------------------------------------------
 
     def _start(self, path: str, limit: int) -> bytes:
-        place = f"{self._root}/{path}"
+        place = self._place(path)
         if not self._fs.exists(place):
             return b""
         with self._fs.open(place, "rb") as file:
@@ -120,7 +197,7 @@ class FsspecRemote:
 
     def _bytes(self, path: str, max_bytes: int) -> bytes | None:
         try:
-            with self._fs.open(f"{self._root}/{path}", "rb") as file:
+            with self._fs.open(self._place(path), "rb") as file:
                 data = bytes(file.read(max_bytes + 1))
         except FileNotFoundError:
             return None
@@ -131,7 +208,7 @@ class FsspecRemote:
     def _fetch_one(self, path: str, expected: FileDigest, folder: Path) -> None:
         hasher, size = hashlib.sha256(), 0
         target = folder / PurePosixPath(path).name
-        with self._fs.open(f"{self._root}/{path}", "rb") as file, target.open("wb") as out:
+        with self._fs.open(self._place(path), "rb") as file, target.open("wb") as out:
             while size <= expected.size and (chunk := file.read(_CHUNK)):
                 hasher.update(chunk)
                 size += len(chunk)
@@ -140,32 +217,8 @@ class FsspecRemote:
             target.unlink(missing_ok=True)
             raise RemoteError(f"{self.url}: {path} has other bytes than its record says", "broken")
 
-    def _write(self, addition: Addition) -> None:
-        target = f"{self._root}/{addition.path}"
-        staged = f"{target}.{secrets.token_hex(8)}.tmp"
-        self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
-        try:
-            with self._fs.open(staged, "wb") as out:
-                if isinstance(addition.source, bytes):
-                    out.write(addition.source)
-                else:
-                    with addition.source.open("rb") as file:
-                        while chunk := file.read(_CHUNK):
-                            out.write(chunk)
-            self._fs.mv(staged, target)
-        except BaseException:
-            if self._fs.exists(staged):
-                self._fs.rm(staged)
-            raise
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        lock: AbstractContextManager[Any] = nullcontext()
-        if self._is_local:
-            self._fs.makedirs(self._root, exist_ok=True)
-            lock = FileLock(Path(self._root) / _LOCK_NAME)
-        with self._guard, lock:
-            yield
+    def _place(self, path: str) -> str:
+        return f"{self._root}/{path}"
 
     def _try(self, what: str, action: Callable[[], T]) -> T:
         try:
@@ -187,3 +240,7 @@ class FsspecRemote:
     def _refuse(self, revision: str | None) -> None:
         if revision is not None:
             raise ConfigError(f"{self.url} keeps no history, so it has no revision {revision!r}: leave revision out")
+
+
+def _reader(source: bytes | Path) -> BinaryIO:
+    return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")

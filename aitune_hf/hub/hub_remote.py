@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -50,6 +50,8 @@ _ATTEMPTS = 3
 _TIMEOUT_S = 10.0
 _THREADS = 4
 _CHUNK = 1 << 16
+#: Paths asked for in one request.
+_PATHS = 500
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +59,8 @@ class BaseModel:
     """What the Hub says about the model that engines were tuned for: ``restricted`` is why not all may see it."""
 
     name: str
-    restricted: str | None
-    license: str | None
+    restricted: str | None = None
+    license: str | None = None
 
 
 class HubRemote:
@@ -128,6 +130,15 @@ class HubRemote:
             if isinstance(error.__cause__, EntryNotFoundError):
                 return []
             raise
+
+    def present(self, paths: Sequence[str], *, revision: str | None) -> set[str]:
+        """See :class:`~aitune_hf.hub.remote.Remote`."""
+        found: set[str] = set()
+        with self._explained("list"):
+            for start in range(0, len(paths), _PATHS):
+                some = list(paths[start : start + _PATHS])
+                found |= {each.path for each in self._api.get_paths_info(self.repo_id, some, revision=revision)}
+        return found
 
     def fetch(self, files: Mapping[str, FileDigest], *, commit: str, folder: Path, local_only: bool = False) -> None:
         """See :class:`~aitune_hf.hub.remote.Remote`."""

@@ -6,11 +6,10 @@ import logging
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from aitune_hf.cache import EngineKey
 from aitune_hf.cache.canonical import MAX_JSON_BYTES
 from aitune_hf.errors import CorruptEntryError, HubError
 from aitune_hf.hub.bundle import Bundle, collect
@@ -19,6 +18,7 @@ from aitune_hf.hub.hub_remote import BaseModel, HubRemote
 from aitune_hf.hub.record import PipelineRecord
 from aitune_hf.hub.remote import Addition, Head, Landed, Remote, RemoteConflictError, RemoteUncertainError
 from aitune_hf.hub.target import Target
+from aitune_hf.hub.upload import Upload, plan_upload
 
 __all__ = ["PushResult", "push"]
 
@@ -36,7 +36,8 @@ class PushResult:
         url: of the commit; empty where nothing had to be committed.
         commit: its hash; empty on a remote that keeps no history.
         added: engines that are new in the remote; unchanged: engines that it had already; missing: engines that won here
-            and are not in the local cache any more.
+            and are not in the local cache any more; unsigned: engines that it had with bytes of somebody else's, which a
+            push with a signing key does not sign.
         bytes: of the files uploaded.
     """
 
@@ -46,6 +47,7 @@ class PushResult:
     added: tuple[str, ...] = ()
     unchanged: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
+    unsigned: tuple[str, ...] = ()
     bytes: int = 0
 
     def summary(self) -> str:
@@ -57,6 +59,8 @@ class PushResult:
                 f"{self.repo}: {len(self.added)} engines added ({self.bytes / 1e6:.2f} MB), {len(self.unchanged)} were "
                 f"there; {self.url}"
             )
+        if self.unsigned:
+            text += f"; {len(self.unsigned)} are somebody else's and got no signature (force=True replaces them)"
         return text + (f"; {len(self.missing)} are not in the local cache any more" if self.missing else "")
 
 
@@ -73,13 +77,14 @@ def push(
     signing_key: bytes | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> PushResult:
-    """Add a pipeline's engines to a remote, in one commit. What others put there stays.
+    """Add a pipeline's engines to a remote, in one commit. What others put there stays, and so do engines that are there.
 
     Args:
         base_model: repository of the weights that the pipeline was loaded with, if it has one.
         private: for a repository that is made now: whether it is private.
-        force: publish engines of a private or gated base to a public repository; replace a damaged record.
-        signing_key: a private key as PEM text; each manifest is signed with it.
+        force: publish engines of a private or gated base to a public repository; replace a damaged record, and engines
+            that are there already.
+        signing_key: a private key as PEM text; each manifest is signed with it, also those that are there already.
 
     Raises:
         HubError: if there is nothing to push, if it may not be pushed there, or if the remote fails.
@@ -92,13 +97,16 @@ def push(
                 f"there are no engines of {target.name} to push: the local cache {target.store.root} has none that won for "
                 f"this structure, these settings and this machine.{lost} Run tune() first, with the same settings."
             )
+        base = _base(remote, base_model)
         head = remote.head(revision)
-        base = _checked_base(remote, base_model, head, private=private, force=force)
-        if head is None:
-            remote.create(revision=revision, private=private)
         attempt = _Attempt(
             bundle=bundle, remote=remote, base=base, revision=revision, message=message, pr=create_pr, force=force
         )
+        if head is None:
+            # A new revision is as public as its repository.
+            repository = remote.head() if revision is not None else None
+            attempt.check_audience(Head(commit="", private=private) if repository is None else repository)
+            remote.create(revision=revision, private=private)
         return attempt.until_landed(head, sleep)
 
 
@@ -114,33 +122,45 @@ class _Attempt:
     pr: bool
     force: bool
 
+    def check_audience(self, head: Head) -> None:
+        """Raise ``HubError`` where engines would become more public than their base is."""
+        base = self.base
+        if base is not None and base.restricted and not head.private and not self.force:
+            raise HubError(
+                f"{base.name} is {base.restricted}, and {self.remote.url} {'is' if head.commit else 'would be'} public: "
+                "engines and card would show what its owner shows only to some. Push to a private repository (private=True "
+                "for a new one), or give force=True if you may publish them."
+            )
+
     def until_landed(self, head: Head | None, sleep: Callable[[float], object]) -> PushResult:
         doubtful: PushResult | None = None  # what a commit without an answer would have done
+        changed = ""
         for number in range(1, _ATTEMPTS + 1):
             head = head or self.remote.head(self.revision)
             if head is None:
                 raise HubError(f"{self.remote.url} is not there although it was made just now: try again")
+            self.check_audience(head)  # By what the remote says, not by what was asked for when it was made.
             theirs, old = self._record_at(head)
-            merged = theirs.merged(self.bundle.record) if theirs else self.bundle.record
-            if theirs is not None and merged.to_bytes() == old:
+            upload = plan_upload(self.bundle, theirs, self.remote, head, force=self.force)
+            if theirs is not None and upload.record.to_bytes() == old and (doubtful or not upload.additions):
                 if doubtful is not None:
                     return replace(doubtful, commit=head.commit)
-                known = theirs.engines()
-                names = tuple(str(key.entry_path) for key in self.bundle.folders if key in known)
-                return PushResult(repo=self.remote.url, unchanged=names, missing=self.bundle.missing)
+                return self._result(Landed(commit="", url=""), theirs, upload)
             try:
-                return self._commit(head, theirs, old, merged)
-            except RemoteConflictError:
-                logger.debug("%s was changed meanwhile, try %d", self.remote.url, number)
+                return self._commit(head, theirs, old, upload)
+            except RemoteConflictError as error:
+                logger.debug("%s, try %d", error, number)
+                changed = str(error)
             except RemoteUncertainError as error:
                 if number == _ATTEMPTS or self.pr:
                     raise
                 logger.debug("%s, try %d", error, number)
-                doubtful = self._result(Landed(commit="", url=self.remote.url), theirs, 0)
+                doubtful = self._result(Landed(commit="", url=self.remote.url), theirs, replace(upload, bytes=0))
             sleep(random.uniform(0.0, min(2.0, 0.1 * 2 ** min(number, 5))))
             head = None
         raise HubError(
-            f"{self.remote.url} was changed by others each of {_ATTEMPTS} times that a commit was tried; try again later"
+            f"{self.remote.url} was changed by others each of {_ATTEMPTS} times that a commit was tried; try again later. "
+            f"The last time: {changed}"
         )
 
     def _record_at(self, head: Head) -> tuple[PipelineRecord | None, bytes]:
@@ -158,13 +178,9 @@ class _Attempt:
                 "or give force=True to replace it."
             ) from error
 
-    def _commit(self, head: Head, theirs: PipelineRecord | None, old: bytes, merged: PipelineRecord) -> PushResult:
-        known = theirs.engines() if theirs else {}
-        new = [key for key in self.bundle.folders if key not in known]
-        additions = [addition for key in new for addition in _files(key, self.bundle.folders[key])]
-        size = sum(each.source.stat().st_size for each in additions if isinstance(each.source, Path))
-        at = head.commit or None
-        card = self.remote.read(CARD_PATH, revision=at, max_bytes=_MAX_CARD_BYTES).data or b""
+    def _commit(self, head: Head, theirs: PipelineRecord | None, old: bytes, upload: Upload) -> PushResult:
+        merged = upload.record
+        card = self.remote.read(CARD_PATH, revision=head.commit or None, max_bytes=_MAX_CARD_BYTES).data or b""
         text = render_card(
             merged,
             repo=self.remote.url,
@@ -172,10 +188,13 @@ class _Attempt:
             license=self.base.license if self.base else None,
             existing=card.decode("utf-8", "replace"),
         )
-        additions.append(Addition(path=CARD_PATH, source=text.encode(), replaces=card))
-        additions.append(Addition(path=merged.path, source=merged.to_bytes(), replaces=old))
+        shared = [
+            Addition(path=CARD_PATH, source=text.encode(), replaces=card),
+            Addition(path=merged.path, source=merged.to_bytes(), replaces=old),
+        ]
+        new = set(self.bundle.folders) - set(theirs.engines() if theirs else ())
         landed = self.remote.commit(
-            additions,
+            [*upload.additions, *shared],
             parent=head,
             revision=self.revision,
             message=self.message or f"Add {len(new)} tuned engines for {merged.pipeline}",
@@ -185,9 +204,9 @@ class _Attempt:
             now, data = self._record_at(head)
             if now is None or now.merged(merged).to_bytes() != data:
                 raise RemoteConflictError(f"{self.remote.url} was written to by somebody else meanwhile")
-        return self._result(landed, theirs, size)
+        return self._result(landed, theirs, upload)
 
-    def _result(self, landed: Landed, theirs: PipelineRecord | None, size: int) -> PushResult:
+    def _result(self, landed: Landed, theirs: PipelineRecord | None, upload: Upload) -> PushResult:
         known = theirs.engines() if theirs else {}
         return PushResult(
             repo=self.remote.url,
@@ -196,27 +215,13 @@ class _Attempt:
             added=tuple(str(key.entry_path) for key in self.bundle.folders if key not in known),
             unchanged=tuple(str(key.entry_path) for key in self.bundle.folders if key in known),
             missing=self.bundle.missing,
-            bytes=size,
+            unsigned=upload.unsigned,
+            bytes=upload.bytes,
         )
 
 
-def _checked_base(
-    remote: Remote, base_model: str | None, head: Head | None, *, private: bool | None, force: bool
-) -> BaseModel | None:
-    """What the Hub says about the base; raises where its engines would become more public than it is."""
-    if base_model is None or not isinstance(remote, HubRemote):
-        return BaseModel(name=base_model, restricted=None, license=None) if base_model else None
-    base = remote.base_model(base_model)
-    becomes_private = head.private if head is not None else private
-    if base.restricted and not becomes_private and not force:
-        raise HubError(
-            f"{base_model} is {base.restricted}, and {remote.url} {'is' if head else 'would be'} public: engines and card "
-            "would show what its owner shows only to some. Push to a private repository (private=True for a new one), or "
-            "give force=True if you may publish them."
-        )
-    return base
-
-
-def _files(key: EngineKey, folder: Path) -> Iterator[Addition]:
-    for path in sorted(folder.iterdir()):
-        yield Addition(path=str(key.entry_path / path.name), source=path)
+def _base(remote: Remote, name: str | None) -> BaseModel | None:
+    """What the Hub says about the base. Another remote is nobody's but its owner's."""
+    if name is None:
+        return None
+    return remote.base_model(name) if isinstance(remote, HubRemote) else BaseModel(name=name)

@@ -206,6 +206,21 @@ class PipelineRecord:
             for engine in verdict.engines
         }
 
+    def with_files(self, files: Mapping[EngineKey, Mapping[str, FileDigest]]) -> PipelineRecord:
+        """The same, where engines with these keys have these files."""
+
+        def changed(verdict: SharedVerdict) -> SharedVerdict:
+            engines = (replace(each, files=files.get(each.key, each.files)) for each in verdict.engines)
+            return replace(verdict, engines=tuple(engines))
+
+        return replace(
+            self,
+            tuned=tuple(
+                replace(one, verdicts={key: tuple(map(changed, found)) for key, found in one.verdicts.items()})
+                for one in self.tuned
+            ),
+        )
+
     def merged(self, other: PipelineRecord) -> PipelineRecord:
         """What this one says, and what ``other`` adds."""
         places = {canonical_json(tuned.environment.to_dict()): tuned for tuned in self.tuned}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -87,12 +87,15 @@ class Addition:
 
     Attributes:
         source: its bytes, or a file that holds them.
-        replaces: for a file that others change too, the bytes that this version was made from; empty for none.
+        replaces: for a file that others change too, the bytes that this version was made from; empty for none. None for
+            a file of an engine, which is there with these very bytes or not at all.
+        force: let a file of an engine replace one with other bytes.
     """
 
     path: str
     source: bytes | Path
     replaces: bytes | None = None
+    force: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +125,9 @@ class Remote(Protocol):
     def names(self, prefix: str, *, revision: str | None) -> list[str]:
         """The paths of all files below a folder; empty where there is no such folder."""
 
+    def present(self, paths: Sequence[str], *, revision: str | None) -> set[str]:
+        """Those of these files that are there, in few requests."""
+
     def fetch(self, files: Mapping[str, FileDigest], *, commit: str, folder: Path, local_only: bool = False) -> None:
         """Copy files into ``folder``, each under its own last name, having checked its digest."""
 
@@ -137,7 +143,8 @@ class Remote(Protocol):
         """Add files on top of ``parent``: all, or none.
 
         Raises:
-            RemoteConflictError: if ``parent`` is not the newest state any more.
+            RemoteConflictError: if ``parent`` is not the newest state any more, or a file of an engine is there with
+                other bytes.
             RemoteUncertainError: if it is unknown whether the commit was made.
         """
 

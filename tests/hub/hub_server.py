@@ -104,6 +104,7 @@ class FakeHub:
         self.tokens = {"hf_goodtokengoodtoken"}
         self.lock = threading.RLock()
         self.before_commit: Callable[[], None] = lambda: None
+        self.always_public = False
         self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self._thread.start()
@@ -238,7 +239,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(409, {"error": "You already created this model repo", "url": f"{self.hub.endpoint}/{name}"})
         else:
             private = bool(asked.get("private")) or asked.get("visibility") == "private"
-            self.hub.add(name, {".gitattributes": b""}, private=private)
+            self.hub.add(name, {".gitattributes": b""}, private=private and not self.hub.always_public)
             self._answer(200, {"url": f"{self.hub.endpoint}/{name}", "name": name, "id": name})
 
     def whoami(self) -> None:
@@ -282,6 +283,14 @@ class _Handler(BaseHTTPRequestHandler):
             link = f"{self.hub.endpoint}{urlsplit(self.path).path}?recursive=true&cursor={page[-1]}"
             headers["Link"] = f'<{link}>; rel="next"'
         self._answer(200, items, headers)
+
+    def paths_info(self, name: str, revision: str) -> None:
+        repo = self._repo(name)
+        if repo is None or (commit := self._commit_at(repo, revision)) is None:
+            return
+        asked = parse_qs(self.body.decode()).get("paths", [])
+        there = [path for path in asked if path in commit.files]
+        self._answer(200, [{"type": "file", "path": path, "size": 1, "oid": "0" * 40} for path in there])
 
     def branch(self, name: str, branch: str) -> None:
         repo = self._repo(name, write=True)
@@ -407,6 +416,7 @@ _ROUTES = (
     (f"GET /api/models/{_NAME}", "info"),
     (f"GET /api/models/{_NAME}/revision/(.+)", "info"),
     (f"GET /api/models/{_NAME}/tree/([^/]+)/?(.*)", "tree"),
+    (f"POST /api/models/{_NAME}/paths-info/([^/]+)", "paths_info"),
     (f"POST /api/models/{_NAME}/branch/(.+)", "branch"),
     (f"POST /api/models/{_NAME}/preupload/(.+)", "preupload"),
     (f"POST /api/models/{_NAME}/commit/(.+)", "commit"),

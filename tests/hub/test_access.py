@@ -45,6 +45,26 @@ def test_they_may_go_to_a_private_repository(hub: FakeHub, mine: Machine) -> Non
     assert mine.push(Block(), "me/old", base_model=BASE).added
 
 
+def test_a_new_branch_is_as_public_as_its_repository(hub: FakeHub, mine: Machine) -> None:
+    hub.add(BASE, gated=True)
+    hub.add(REPO)
+    with pytest.raises(HubError, match="me/tuned is public"):
+        mine.push(Block(), REPO, base_model=BASE, revision="next", private=True)
+    assert list(hub.repos[REPO].refs) == ["main"]  # nor was the branch made
+    hub.add("me/closed", private=True)
+    assert mine.push(Block(), "me/closed", base_model=BASE, revision="next").added
+    assert mine.push(Block(), "me/new", base_model=BASE, revision="next", private=True).added
+    assert hub.repos["me/new"].private
+
+
+def test_what_was_made_public_in_spite_of_the_wish_gets_nothing(hub: FakeHub, mine: Machine) -> None:
+    hub.add(BASE, private=True)
+    hub.always_public = True
+    with pytest.raises(HubError, match="me/new is public"):
+        mine.push(Block(), "me/new", base_model=BASE, private=True)
+    assert len(hub.repos["me/new"].history()) == 1
+
+
 def test_a_base_that_cannot_be_seen_counts_as_private(hub: FakeHub, mine: Machine) -> None:
     with pytest.raises(HubError, match="private or gated, or gone"):
         mine.push(Block(), REPO, base_model="org/secret")
