@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import nn
 
 from aitune_hf.cache import EngineKey, FileDigest, Miss
 from aitune_hf.cache.manifest import MANIFEST_NAME
+from aitune_hf.hub.plausibility import printable
 from aitune_hf.hub.record import PipelineRecord, SharedEngine, SharedVerdict, TunedIn
 from aitune_hf.hub.signature import SIGNATURE_NAME, sign_manifest
 from aitune_hf.hub.target import Target
@@ -72,7 +73,8 @@ class _Shelf:
         used = [record for record in verdict.engines if record.is_for(weights)]
         used += [record.strict for record in used if record.strict is not None and record.strict.is_for(weights)]
         found = [engine for record in used if (engine := self._engine(record)) is not None]
-        return SharedVerdict(graph=verdict.graph, engines=tuple(found), lost=tuple(verdict.lost))
+        lost = tuple({**item, "reason": printable(str(item["reason"]))} for item in verdict.lost)
+        return SharedVerdict(graph=verdict.graph, engines=tuple(found), lost=lost)
 
     def _engine(self, record: EngineRecord) -> SharedEngine | None:
         key = record.key
@@ -82,7 +84,7 @@ class _Shelf:
                 self.missing.append(f"{key.entry_path}: {copied.reason}")
                 return None
             self.folders[key], files = copied
-            self.engines[key] = SharedEngine(record=record, files=files)
+            self.engines[key] = SharedEngine(record=_for_others(record), files=files)
         return self.engines[key]
 
 
@@ -101,6 +103,11 @@ def _copy(
         (folder / SIGNATURE_NAME).write_bytes(signature)
         files[SIGNATURE_NAME] = _digest(signature)
     return folder, files
+
+
+def _for_others(record: EngineRecord) -> EngineRecord:
+    strict = None if record.strict is None else _for_others(record.strict)
+    return replace(record, result=replace(record.result, reason=printable(record.result.reason)), strict=strict)
 
 
 def _digest(data: bytes) -> FileDigest:

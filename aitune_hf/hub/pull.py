@@ -60,7 +60,10 @@ def pull(
         for remote in remotes:
             try:
                 work.ask(remote, tester)
-            except (AITuneError, OSError) as error:
+            except Exception as error:  # What strangers wrote may fail in ways that nobody thought of.
+                if target.config.debug and not isinstance(error, (AITuneError, OSError)):
+                    raise
+                logger.debug("%s failed", remote.url, exc_info=True)
                 work.repos.setdefault(remote.url, "")
                 work.note(remote, error)
     nothing = not any(outcome.engines for outcome in work.outcomes.values())

@@ -8,6 +8,7 @@ opens, imports and runs nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,8 +20,8 @@ from aitune_hf.cache.manifest import MANIFEST_NAME, check_file_names
 from aitune_hf.cache.sealed import seal, unseal
 from aitune_hf.errors import AITuneError, CorruptEntryError
 from aitune_hf.graph.graph_spec import GraphSpec
+from aitune_hf.hub.plausibility import check_lost, check_record, check_text
 from aitune_hf.hub.signature import SIGNATURE_NAME
-from aitune_hf.tuning.results import CandidateResult
 from aitune_hf.tuning.verdict import EngineRecord
 
 __all__ = ["SCHEMA", "PipelineRecord", "SharedEngine", "SharedVerdict", "TunedIn", "record_path"]
@@ -86,7 +87,7 @@ class SharedEngine:
                 raise CorruptEntryError(f"{name}: {files[name].size} bytes are more than an engine can have")
         record = EngineRecord.from_dict({key: fields[key] for key in fields if key != "files"})
         for each in _with_strict([record]):
-            _check_result(each.result)
+            check_record(each)
         return cls(record=record, files=files)
 
 
@@ -126,7 +127,7 @@ class SharedVerdict:
         for record in _with_strict(engine.record for engine in engines):
             if record.key.hierarchy_hash != structure or record.key.graph_key != graph.key[:32]:
                 raise CorruptEntryError("an engine that is not for the graph it is listed under")
-        return cls(graph=graph, engines=engines, lost=tuple(_lost(item) for item in _items(fields, "lost")))
+        return cls(graph=graph, engines=engines, lost=tuple(check_lost(item) for item in _items(fields, "lost")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +166,10 @@ class TunedIn:
         fields = exact_fields(data, ("environment", "modules", "verdicts"), "environment")
         verdicts = object_field(fields, "verdicts")
         modules = object_field(fields, "modules")
+        for path in modules:
+            check_text(path, "module path")
+        if not all(re.fullmatch("[0-9a-f]{64}", structure) for structure in verdicts):
+            raise CorruptEntryError("verdicts: expected hierarchy hashes")
         return cls(
             environment=Environment.from_dict(fields["environment"]),
             modules={path: text_field(modules, path, "[0-9a-f]{64}") for path in modules},
@@ -263,10 +268,12 @@ class PipelineRecord:
                 f"the record has schema {body.get('schema')!r}, this version reads {SCHEMA}: upgrade aitune-hf"
             )
         try:
-            return cls._from_body(pipeline_hash, body)
+            record = cls._from_body(pipeline_hash, body)
+            record.to_bytes()  # Whoever adds to it must be able to write it.
+            return record
         except CorruptEntryError:
             raise
-        except (AITuneError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except (AITuneError, KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
             raise CorruptEntryError(f"the record of {pipeline_hash[:12]}: {type(error).__name__}: {error}") from error
 
     @classmethod
@@ -275,6 +282,8 @@ class PipelineRecord:
         if fields["pipeline_hash"] != pipeline_hash:
             raise CorruptEntryError("the record belongs to another pipeline")
         roots = object_field(fields, "roots")
+        for text in (text_field(fields, "pipeline"), *roots):
+            check_text(text, "name of a pipeline or component")
         return cls(
             pipeline_hash=pipeline_hash,
             pipeline=text_field(fields, "pipeline"),
@@ -289,31 +298,6 @@ def _with_strict(records: Iterable[EngineRecord]) -> Iterator[EngineRecord]:
         while step is not None:
             yield step
             step = step.strict
-
-
-def _check_result(result: CandidateResult) -> None:
-    """What is compared and printed must be what it should be."""
-    numbers = [*vars(result.timing).values()] if result.timing else []
-    numbers += [result.max_error] if result.max_error is not None else []
-    if not all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers):
-        raise CorruptEntryError("a result with times or errors that are no numbers")
-    if not isinstance(result.lossy, bool) or not isinstance(result.options, Mapping):
-        raise CorruptEntryError("a result of another form")
-    for text in (result.backend, result.outcome, result.reason):
-        if not isinstance(text, str):
-            raise CorruptEntryError("a result with names that are no texts")
-
-
-def _lost(item: object) -> dict[str, Any]:
-    """Shape combinations for which eager stays: per combination and input, the sizes."""
-    found = _object(item)
-    if not isinstance(found["reason"], str):
-        raise CorruptEntryError("reason: expected a text")
-    for combination in _items(found, "shapes"):
-        for shape in _list(combination):
-            if not all(isinstance(size, int) and size >= 0 for size in _list(shape)):
-                raise CorruptEntryError("shapes: expected lists of whole numbers")
-    return found
 
 
 def _list(value: object) -> list[Any]:

@@ -12,6 +12,7 @@ from sharing_kit import TOKEN, Block, Machine, Many, X, call
 
 from aitune_hf.errors import HubError
 from aitune_hf.hub import hub_remote
+from aitune_hf.hub import pull as pull_module
 from aitune_hf.hub.hub_remote import HubRemote
 from aitune_hf.hub.remote import RemoteError, redacted
 
@@ -139,6 +140,29 @@ def test_a_hub_that_goes_silent_is_not_asked_again(
     assert len(requests) == 1 + 2 * 3  # the record; both files of one engine, three tries each
     assert len(result.misses) == 8
     assert len(result.problems) == len(lines()) == 1
+
+
+def test_an_error_that_nobody_thought_of_is_the_failure_of_one_remote(
+    hub: FakeHub,
+    machine: Machines,
+    pushed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: Callable[[], list[str]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    look_up = pull_module.look_up
+
+    def fail_at_the_first(target: object, remote: HubRemote, **options: object) -> object:
+        if remote.url == "me/odd":
+            raise ZeroDivisionError("a fault of ours")
+        return look_up(target, remote, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pull_module, "look_up", fail_at_the_first)
+    result = machine("theirs").pull(Block(), "me/odd", REPO)
+    assert result.installed == 1
+    assert "me/odd: a fault of ours" in result.problems[0]
+    assert len(lines()) == 1
+    assert any(each.exc_info and each.levelno == logging.DEBUG for each in caplog.records)
 
 
 def test_a_second_repository_stands_in_for_one_that_fails(hub: FakeHub, machine: Machines, pushed: str) -> None:

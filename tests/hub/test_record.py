@@ -81,6 +81,25 @@ def other_graph(engine: dict[str, Any]) -> dict[str, Any]:
     return {**plain, "key": {**engine["key"], "graph_key": "0" * 32}}
 
 
+TIMING = {
+    **dict.fromkeys(("eager_ms", "engine_ms", "speedup", "low", "high", "sure", "at_most", "slowest_ms"), 1.0),
+    "pairs": 3,
+}
+
+
+def test_a_result_with_times_is_read(machine: Machines, tmp_path: Path) -> None:
+    """The parts that the refusals below spoil are right by themselves."""
+    (record,) = records(machine, tmp_path, 1)
+
+    def change(body: dict[str, Any]) -> None:
+        batch = {"batch_size": 1, "timing": TIMING, "answers": "engine"}
+        engine_in(body)["result"].update(timing=TIMING, batches=[batch])
+        engine_in(body).update(eager_at=[[0, 0, 1]], admitted={"metric": "psnr", "value": 40.5, "weights": "0" * 64})
+
+    read = PipelineRecord.from_bytes(record.pipeline_hash, spoil(record, change))
+    assert next(iter(read.engines().values())).speedup == 1.0
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -101,6 +120,35 @@ def other_graph(engine: dict[str, Any]) -> dict[str, Any]:
         lambda body: engine_in(body)["result"].update(max_error="large"),
         lambda body: engine_in(body)["result"].update(backend=["x"]),
         lambda body: engine_in(body)["result"].update(timing={"speedup": "2"}),
+        lambda body: engine_in(body)["result"].update(timing={**TIMING, "speedup": True}),
+        lambda body: engine_in(body)["result"].update(timing={**TIMING, "engine_ms": -1.0}),
+        lambda body: engine_in(body)["result"].update(timing={**TIMING, "pairs": 1.5}),
+        lambda body: engine_in(body)["result"].update(timing={**TIMING, "slowest_ms": 10**400}),
+        lambda body: engine_in(body)["result"].update(
+            batches=[{"batch_size": "1", "timing": TIMING, "answers": "engine"}]
+        ),
+        lambda body: engine_in(body)["result"].update(batches=[{"batch_size": 1, "timing": TIMING, "answers": "me"}]),
+        lambda body: engine_in(body)["result"].update(
+            batches=[{"batch_size": 1, "timing": {**TIMING, "low": "x"}, "answers": "engine"}]
+        ),
+        lambda body: engine_in(body)["result"].update(batches=[{"batch_size": 1, "answers": "engine"}]),
+        lambda body: engine_in(body)["result"].update(weights=["bound"]),
+        lambda body: engine_in(body)["result"].update(structural=1),
+        lambda body: engine_in(body)["result"].update(build_s="long"),
+        lambda body: engine_in(body)["result"].update(artifact_bytes=-1),
+        lambda body: engine_in(body)["result"].update(similarity=9),
+        lambda body: engine_in(body)["result"].update(options=[1]),
+        lambda body: engine_in(body)["result"].update(source=5),
+        lambda body: engine_in(body)["result"].update(reason="a\x1b[31mred"),
+        lambda body: engine_in(body)["result"].update(unknown=1),
+        lambda body: engine_in(body).update(eager_at=[[0, 0, 1e308]]),
+        lambda body: engine_in(body).update(eager_at=[[0, 0, -1]]),
+        lambda body: engine_in(body).update(admitted=["x"]),
+        lambda body: engine_in(body).update(admitted={"value": None}),
+        lambda body: body["tuned"][0]["modules"].update({"unet\nWARNING all is well": "0" * 64}),
+        lambda body: body["tuned"][0]["verdicts"].update({"\x1b[2J": []}),
+        lambda body: body["roots"].update({"a\rb": "0" * 64}),
+        lambda body: body.update(pipeline="Block\x1b]0;owned\x07"),
         lambda body: engine_in(body).update(strict=other_graph(engine_in(body))),
         lambda body: verdict_in(body).update(lost=[{"shapes": 3, "reason": ""}]),
         lambda body: verdict_in(body).update(lost=[{"shapes": [[["4"]]], "reason": ""}]),
