@@ -6,7 +6,7 @@ loaded again from the cache should it be timed a second time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from aitune_hf.errors import CandidateError
@@ -54,6 +54,7 @@ class Contest:
         self._strict: Contender | None = None
         self._entries: list[Contender | CandidateResult] = []
         self._doubtful: list[Contender] = []
+        self._timed_again: list[Contender] = []
         self._eager_ms: list[float] = []
 
     def hold(self, candidates: Sequence[Candidate]) -> Outcome:
@@ -66,12 +67,19 @@ class Contest:
                 else:
                     self._enter(candidate, f"{index + 1} of {len(candidates)}")
             self._time_again()
+            return self._outcome()
         except BaseException:
             for entry in self._entries:
                 if isinstance(entry, Contender):
                     entry.unload()
             raise
+
+    def _outcome(self) -> Outcome:
         results = [entry.result if isinstance(entry, Contender) else entry for entry in self._entries]
+        if self._strategy.times and self._strategy.beats_eager:
+            for one in (result for result in results if result.outcome == "won"):
+                assert one.timing is not None, f"{one.label} won and was not timed"
+                assert one.timing.wins(self._trial.config.min_speedup), f"{one.label} won and does not beat eager"
         return Outcome(best=self._best, strict=self._strict, results=results)
 
     def _enough(self, candidate: Candidate) -> str | None:
@@ -97,16 +105,23 @@ class Contest:
         else:
             self._time(contender, place)
 
-    def _time(self, contender: Contender, place: str, again: bool = False) -> None:
+    def _time(self, contender: Contender, place: str) -> None:
         timing = self._stopwatch.against_eager(self._patched, self._work, contender, place)
-        doubtful = not again and self._is_doubtful(timing)
-        self._eager_ms.append(timing.eager_ms)
-        contender.result = self._judged(contender.result, timing)
+        self._judge({contender: timing})
         if contender.result.outcome == "won":
             self._challenge(contender)
-        else:
+
+    def _judge(self, timings: Mapping[Contender, Timing]) -> None:
+        """What one run says of those timed in it. Who does not win is let go of, and timed once more if in doubt."""
+        doubtful = [one for one, timing in timings.items() if self._is_doubtful(timing)]
+        for contender, timing in timings.items():
+            contender.result = self._judged(contender.result, timing)
+            self._eager_ms.append(timing.eager_ms)
+            if contender.result.outcome == "won":
+                continue
             contender.unload()
-            if doubtful or (not again and contender.result.outcome == "unsure"):
+            in_doubt = contender in doubtful or contender.result.outcome == "unsure"
+            if in_doubt and contender not in self._timed_again:
                 self._doubtful.append(contender)
 
     def _is_doubtful(self, timing: Timing) -> bool:
@@ -139,13 +154,30 @@ class Contest:
             return
         if mine.overlaps(its):
             mine, its = self._stopwatch.run_off(self._patched, self._work, contender, best)
-            contender.result = replace(contender.result, timing=mine)
-            best.result = replace(best.result, timing=its)
-        if mine.speedup > its.speedup:
+            self._judge({contender: mine, best: its})
+        if any(one.result.outcome != "won" for one in (contender, best)):
+            self._crown_who_is_left()
+        elif mine.speedup > its.speedup:
             self._crown(contender)
             self._beaten(best, contender)
         else:
             self._beaten(contender, best)
+
+    def _crown_who_is_left(self) -> None:
+        """The next best, where the run-off showed that one of the two, or neither, beats eager."""
+        right = [one for one in self._entries if isinstance(one, Contender) and one.result.outcome in ("won", "right")]
+        # Whoever won the run-off is loaded, and was timed last; after that, the fastest.
+        left = sorted(right, key=lambda one: (one.result.outcome == "won", _speed(one)), reverse=True)
+        self._best = None
+        if self._strict not in left:
+            self._strict = next((one for one in left if not one.result.lossy), None)
+        for contender in left:
+            try:
+                self._trial.load_again(self._work, contender)
+            except CandidateError:
+                continue  # Evicted meanwhile.
+            self._crown(contender)
+            return
 
     def _crown(self, contender: Contender) -> None:
         contender.result = replace(contender.result, outcome="won", reason="")
@@ -167,14 +199,14 @@ class Contest:
 
     def _time_again(self) -> None:
         """A second timing, some time later, for those that the first one was not kind or not clear to."""
-        for contender in self._doubtful:
-            if self._trial.is_late():
-                return
+        while self._doubtful and not self._trial.is_late():
+            contender = self._doubtful.pop(0)
+            self._timed_again.append(contender)
             try:
                 self._trial.load_again(self._work, contender)
             except CandidateError:
                 continue  # Evicted meanwhile: the first timing stands.
-            self._time(contender, "once more", again=True)
+            self._time(contender, "once more")
 
 
 def _speed(contender: Contender | None) -> float:

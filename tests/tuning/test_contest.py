@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -156,6 +157,77 @@ def test_an_unsure_candidate_is_timed_once_more_at_the_end(tmp_path: Path, model
     assert report.rows[0].backend == "shaky"
     assert outcomes(report)["steady"][0] == "right"
     assert clock.alone == []
+
+
+def test_a_run_off_that_neither_wins_leaves_eager(tmp_path: Path, model: nn.Module, clock: Clock) -> None:
+    clock.alone += [timing(1.05, 0.04), timing(1.06, 0.04)]
+    clock.run_offs += [(timing(0.92), timing(0.93))]
+    backends = [QuickBackend("a"), QuickBackend("b")]
+    report = tune(model, [X], settings(tmp_path, *backends))
+    assert report.rows[0].backend == "eager"
+    assert outcomes(report) == {
+        "a": ("slower", "0.93x eager's speed, 1.02x is needed"),
+        "b": ("slower", "0.92x eager's speed, 1.02x is needed"),
+    }
+    assert all(engine.closed for backend in backends for engine in backend.engines)
+    assert clock.alone == []
+
+
+@pytest.mark.parametrize(("newcomer", "first", "winner"), [(1.5, 0.9, "b"), (0.9, 1.5, "a")])
+def test_a_run_off_that_one_wins_names_the_other_slower_than_eager(
+    tmp_path: Path, model: nn.Module, clock: Clock, newcomer: float, first: float, winner: str
+) -> None:
+    clock.alone += [timing(1.2, 0.1), timing(1.2, 0.1)]
+    clock.run_offs += [(timing(newcomer), timing(first))]
+    backends = {name: QuickBackend(name) for name in ("a", "b")}
+    report = tune(model, [X], settings(tmp_path, *backends.values()))
+    assert report.rows[0].backend == winner
+    assert sorted(outcome for outcome, _ in outcomes(report).values()) == ["slower", "won"]
+    assert {name: backend.engines[-1].closed for name, backend in backends.items()} == {
+        name: name != winner for name in backends
+    }
+
+
+def test_where_a_run_off_has_no_winner_one_that_lost_before_is_taken(
+    tmp_path: Path, model: nn.Module, clock: Clock
+) -> None:
+    clock.alone += [timing(1.3), timing(2.0), timing(2.0)]
+    clock.run_offs += [(timing(0.9), timing(0.9))]
+    backends = [QuickBackend(name) for name in ("a", "b", "c")]
+    report = tune(model, [X], settings(tmp_path, *backends))
+    assert report.rows[0].backend == "a"
+    assert [outcome for outcome, _ in outcomes(report).values()] == ["won", "slower", "slower"]
+    assert report.results[0].winner.timing.speedup == 1.3
+    assert [backend.engines[-1].closed for backend in backends] == [False, True, True]
+
+
+def test_who_is_unsure_after_a_run_off_is_timed_once_more(tmp_path: Path, model: nn.Module, clock: Clock) -> None:
+    clock.alone += [timing(1.2, 0.1), timing(1.2, 0.1), timing(1.4), timing(1.1)]
+    clock.run_offs += [(timing(1.03, 0.1), timing(1.03, 0.1))]
+    report = tune(model, [X], settings(tmp_path, QuickBackend("a"), QuickBackend("b")))
+    assert report.rows[0].backend == "b"  # The newcomer's turn comes first.
+    assert outcomes(report)["a"] == ("right", "b was faster: 1.40x eager's speed against 1.10x")
+    assert clock.alone == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_wins_beats_eager_whatever_was_measured(
+    tmp_path: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    chance = random.Random(seed)
+
+    def some() -> Timing:
+        return timing(chance.uniform(0.9, 1.3), chance.choice([0.01, 0.1]), chance.choice([1.0, 1.0, 2.0]))
+
+    monkeypatch.setattr(stopwatch, "paired_timing", lambda *args: some())
+    monkeypatch.setattr(stopwatch, "run_off_timing", lambda *args: (some(), some()))
+    backends = [QuickBackend(name) for name in ("a", "b", "c", "d")]
+    report = tune(model, [X], settings(tmp_path, *backends))
+    won = [one for one in report.results[0].candidates if one.outcome == "won"]
+    assert [one.label for one in won] == [row.backend for row in report.rows if row.backend != "eager"]
+    assert all(one.timing.wins(1.02) for one in won)
+    loaded = [backend.name for backend in backends for engine in backend.engines if not engine.closed]
+    assert loaded == [one.label for one in won]
 
 
 @pytest.mark.parametrize(
