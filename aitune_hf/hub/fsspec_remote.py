@@ -15,7 +15,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 
@@ -37,17 +37,31 @@ class FsspecRemote:
     """A folder behind an fsspec URL. Credentials come from where its file system looks for them."""
 
     def __init__(self, url: str) -> None:
-        try:
-            from fsspec.core import url_to_fs
+        from fsspec import available_protocols
 
-            self._fs, root = url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            raise ConfigError(f"{redacted(url)}: {error}") from error
-        self._root = str(root).rstrip("/")
+        protocols = [part.partition("://")[0] for part in url.split("::")]
+        unknown = [each for each in protocols if each not in available_protocols()]
+        if unknown:
+            raise ConfigError(f"{redacted(url)}: fsspec knows no file system {unknown[0]!r}")
+        self._where = url
         self._url = redacted(url)
-        protocol = self._fs.protocol
-        self._is_local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
+        self._is_local = protocols in (["file"], ["local"])
         self._guard = threading.Lock()
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        """The file system and the folder in it. Making one may load libraries, look for credentials, or connect."""
+        from fsspec.core import url_to_fs
+
+        return self._try("open it", partial(url_to_fs, self._where))
+
+    @property
+    def _fs(self) -> Any:
+        return self._opened[0]
+
+    @property
+    def _root(self) -> str:
+        return str(self._opened[1]).rstrip("/")
 
     @property
     def url(self) -> str:

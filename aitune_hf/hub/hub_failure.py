@@ -7,7 +7,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled, RevisionNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalTokenNotFoundError,
+    OfflineModeIsEnabled,
+    RevisionNotFoundError,
+)
 
 from aitune_hf.hub.remote import Cause, RemoteError
 
@@ -25,6 +31,8 @@ def failure(repo: str, what: str, error: Exception) -> RemoteError:
         return failure(repo, what, error.__cause__)  # what the client says of an upload that failed
     if isinstance(error, HfHubHTTPError):
         return refusal(repo, what, error.response.status_code, error.response.headers, error)
+    if isinstance(error, LocalTokenNotFoundError):
+        return RemoteError(f"cannot {what} {repo}: token=True, and nobody is logged in: `hf auth login`", "denied")
     if isinstance(error, OfflineModeIsEnabled):
         return RemoteError(f"{repo}: HF_HUB_OFFLINE is set; unset it to {what} it", "offline")
     if isinstance(error, (HTTP_ERROR, ConnectionError, TimeoutError)):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -21,6 +22,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, constants, try_to_load_fr
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
+    LocalTokenNotFoundError,
     OfflineModeIsEnabled,
 )
 from huggingface_hub.utils import build_hf_headers, get_session  # type: ignore[attr-defined] # re-exported late
@@ -76,12 +78,15 @@ class HubRemote:
     ) -> None:
         self.repo_id = repo_id
         self._api = HfApi(endpoint=endpoint, token=token, library_name="aitune-hf", library_version=__version__)
-        headers = build_hf_headers(token=token, library_name="aitune-hf", library_version=__version__)
-        self._headers = {
-            **headers,
-            "Accept-Encoding": "identity",
-        }  # sizes are bounds, so they must be those of the file
+        self._token = token
         self._sleep = sleep
+
+    @cached_property
+    def _headers(self) -> dict[str, str]:
+        """Made at the first request: looking for the token that is logged in may fail."""
+        headers = build_hf_headers(token=self._token, library_name="aitune-hf", library_version=__version__)
+        # Sizes are bounds, so they must be those of the file.
+        return {**headers, "Accept-Encoding": "identity"}
 
     @property
     def url(self) -> str:
@@ -187,7 +192,8 @@ class HubRemote:
                 raise RemoteUncertainError(f"{self.repo_id}: {status_sentence(status)}") from error
             raise failure(self.repo_id, "write", error) from error
         except (OSError, RuntimeError, ValueError, HTTP_ERROR) as error:
-            if isinstance(error, (OfflineModeIsEnabled, RuntimeError, ValueError)):  # nothing was committed
+            known = (OfflineModeIsEnabled, LocalTokenNotFoundError, RuntimeError, ValueError)
+            if isinstance(error, known):  # nothing was committed
                 raise failure(self.repo_id, "write", error) from error
             raise RemoteUncertainError(f"{self.repo_id}: no answer to a commit ({type(error).__name__})") from error
         return Landed(commit=str(info.oid), url=str(info.pr_url or info.commit_url))

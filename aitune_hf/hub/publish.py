@@ -97,8 +97,8 @@ def push(
                 f"there are no engines of {target.name} to push: the local cache {target.store.root} has none that won for "
                 f"this structure, these settings and this machine.{lost} Run tune() first, with the same settings."
             )
-        base = _base(remote, base_model)
         head = remote.head(revision)
+        base = _base(remote, base_model)
         attempt = _Attempt(
             bundle=bundle, remote=remote, base=base, revision=revision, message=message, pr=create_pr, force=force
         )

@@ -11,6 +11,9 @@ from sharing_kit import Block, Machine, call
 import aitune_hf
 from aitune_hf import AITuneModel
 from aitune_hf.errors import ConfigError, HubError
+from aitune_hf.hub.publish import push
+from aitune_hf.hub.pull import pull
+from aitune_hf.hub.remote import open_remote
 from aitune_hf.hub.share import base_repository
 
 REPO, BASE = "me/tuned", "org/base"
@@ -94,6 +97,21 @@ def test_pushing_without_a_token_says_to_log_in(hub: FakeHub, mine: Machine, mon
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(HubError, match="hf auth login"):
         mine.push(Block(), REPO)
+
+
+def test_opening_a_remote_asks_nobody_and_needs_no_login(
+    hub: FakeHub, mine: Machine, machine: Machines, monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.utils._headers.get_token", lambda: None)
+    hub.add(REPO)
+    remote = open_remote(REPO, token=True)
+    assert hub.requests == []
+    result = pull(machine("theirs").target(Block()), [remote])
+    assert result.problems == (f"cannot read {REPO}: token=True, and nobody is logged in: `hf auth login`",)
+    assert len(lines()) == 1
+    with pytest.raises(HubError, match="token=True, and nobody is logged in"):
+        push(mine.target(Block()), remote)
 
 
 def test_a_branch_is_made_and_pulled_from(hub: FakeHub, mine: Machine, machine: Machines) -> None:

@@ -121,6 +121,23 @@ def test_a_folder_without_permission_is_a_clear_error(machine: Machines, monkeyp
         machine("mine").push(Block(), place)
 
 
+def test_a_file_system_that_cannot_be_made_is_one_line(
+    machine: Machines, monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise ImportError("Install cloudfs to access cloud")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", refuse)
+    assert open_remote("memory://x/y").url == "memory://x/y"
+    result = machine("theirs").pull(Block(), "memory://x/y")
+    assert result.installed == 0
+    assert "Install cloudfs" in lines()[0]
+    assert len(lines()) == 1
+    machine("mine").tuned(Block())
+    with pytest.raises(HubError, match="Install cloudfs"):
+        machine("mine").push(Block(), "memory://x/y")
+
+
 def test_secrets_in_a_url_are_never_shown(machine: Machines) -> None:
     remote = open_remote("memory://me:secret@somewhere/x")
     assert "secret" not in remote.url
