@@ -12,7 +12,8 @@ The tree::
     │   ├── BuildError                       while it was built
     │   │   └── LostBuildError               its process died, or was stopped because it took too long
     │   ├── EngineLoadError                  while it was loaded or bound to weights
-    │   └── CorrectnessError                 its outputs are not those of eager
+    │   ├── CorrectnessError                 its outputs are not those of eager
+    │   └── tuning.EagerAnsweredError        while it was timed: it did not answer
     └── CacheError                           the engine cache
         ├── CorruptEntryError                an entry's bytes are not what its manifest says
         │   └── cache.UnknownSchemaError     its manifest has the schema of another version

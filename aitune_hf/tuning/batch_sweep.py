@@ -13,7 +13,7 @@ from aitune_hf.jit.patched_module import PatchedModule
 from aitune_hf.tuning.axes import resized
 from aitune_hf.tuning.correctness import check_sample
 from aitune_hf.tuning.results import BatchTiming
-from aitune_hf.tuning.stopwatch import Stopwatch
+from aitune_hf.tuning.stopwatch import EagerAnsweredError, Stopwatch
 from aitune_hf.tuning.trial import Contender, Work
 
 __all__ = ["BatchSweep", "sweep_batch_sizes"]
@@ -26,7 +26,7 @@ class BatchSweep:
     Attributes:
         timings: one per batch size that the engine takes, the smallest first.
         eager_at: ``(input, axis, size)`` of those at which eager is faster by more than noise.
-        wrong: the first size at which the engine is not right, and how; it must not be used then.
+        wrong: the first size at which the engine is not right or does not answer, and how; it must not be used then.
     """
 
     timings: Sequence[BatchTiming] = ()
@@ -59,9 +59,11 @@ def sweep_batch_sizes(
             continue  # Eager does not run at this size.
         try:
             check_sample(engine, sample)
+            timing = stopwatch.at(patched, work, engine, sample, f"batch {size}")
+        except EagerAnsweredError as error:
+            return BatchSweep(wrong=f"at batch {size}, {error}")
         except CandidateError as error:
             return BatchSweep(wrong=str(error))
-        timing = stopwatch.at(patched, work, engine, sample, f"batch {size}")
         # The other way round, by the same margin that an engine needs against eager.
         loses = timing.at_most <= 1.0 and timing.speedup * stopwatch.config.min_speedup <= 1.0
         answers = "eager" if loses and stopwatch.config.chosen_strategy.beats_eager else "engine"

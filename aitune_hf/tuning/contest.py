@@ -14,8 +14,8 @@ from aitune_hf.jit.patched_module import PatchedModule
 from aitune_hf.strategy import TuneStrategy
 from aitune_hf.tuning.recipes import Candidate
 from aitune_hf.tuning.results import CandidateResult, Timing
-from aitune_hf.tuning.stopwatch import Stopwatch
-from aitune_hf.tuning.trial import CandidateTrial, Contender, Variant, Work
+from aitune_hf.tuning.stopwatch import EagerAnsweredError, Stopwatch
+from aitune_hf.tuning.trial import CandidateTrial, Contender, Variant, Work, first_line
 
 __all__ = ["Contest", "Outcome"]
 
@@ -106,10 +106,20 @@ class Contest:
             self._time(contender, place)
 
     def _time(self, contender: Contender, place: str) -> None:
-        timing = self._stopwatch.against_eager(self._patched, self._work, contender, place)
-        self._judge({contender: timing})
+        try:
+            timing = self._stopwatch.against_eager(self._patched, self._work, contender, place)
+        except EagerAnsweredError as error:
+            self._fail(contender, error)
+        else:
+            self._judge({contender: timing})
         if contender.result.outcome == "won":
             self._challenge(contender)
+
+    def _fail(self, contender: Contender, error: CandidateError) -> None:
+        contender.unload()
+        reason = first_line(error)
+        # What is below the module may well be answered by an engine.
+        contender.result = replace(contender.result, outcome="failed", reason=reason, structural=True, timing=None)
 
     def _judge(self, timings: Mapping[Contender, Timing]) -> None:
         """What one run says of those timed in it. Who does not win is let go of, and timed once more if in doubt."""
@@ -153,8 +163,12 @@ class Contest:
             self._beaten(best, contender)
             return
         if mine.overlaps(its):
-            mine, its = self._stopwatch.run_off(self._patched, self._work, contender, best)
-            self._judge({contender: mine, best: its})
+            try:
+                mine, its = self._stopwatch.run_off(self._patched, self._work, contender, best)
+            except EagerAnsweredError as error:
+                self._fail(best if error.engine is best.engine else contender, error)
+            else:
+                self._judge({contender: mine, best: its})
         if any(one.result.outcome != "won" for one in (contender, best)):
             self._crown_who_is_left()
         elif mine.speedup > its.speedup:

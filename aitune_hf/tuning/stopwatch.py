@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aitune_hf.config import TuneConfig
+from aitune_hf.errors import CandidateError
 from aitune_hf.graph.sample_store import Sample
 from aitune_hf.jit.dispatcher import Dispatcher, InstalledEngine
 from aitune_hf.jit.patched_module import PatchedModule
@@ -18,12 +19,27 @@ from aitune_hf.tuning.timed_calls import RunCall, rotated_samples, rotating, tim
 from aitune_hf.tuning.timing import Run, paired_timing, run_off_timing
 from aitune_hf.tuning.trial import Contender, Work
 
-__all__ = ["Stopwatch"]
+__all__ = ["EagerAnsweredError", "Stopwatch"]
+
+
+class EagerAnsweredError(CandidateError):
+    """Eager answered a call that an engine was timed with, so there is nothing to compare.
+
+    Attributes:
+        engine: the one that did not answer.
+    """
+
+    def __init__(self, reason: str, engine: InstalledEngine) -> None:
+        super().__init__(f"eager answered while it was timed: {reason}")
+        self.engine = engine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stopwatch:
-    """Times engines by the rules of one configuration."""
+    """Times engines by the rules of one configuration.
+
+    Each way of timing raises :class:`EagerAnsweredError` as soon as eager answers instead of an engine.
+    """
 
     config: TuneConfig
     progress: Progress
@@ -88,7 +104,15 @@ def _runs(
         return forward(*args, **kwargs)
 
     def through(engine: InstalledEngine) -> RunCall:
-        dispatcher = Dispatcher(module, signature, [engine], {}, lambda: None, lambda reason: None)
-        return lambda args, kwargs: dispatcher.call(forward, module, args, kwargs)
+        reasons: list[str] = []
+        dispatcher = Dispatcher(module, signature, [engine], {}, lambda: None, reasons.append)
+
+        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+            answer = dispatcher.call(forward, module, args, kwargs)
+            if reasons:
+                raise EagerAnsweredError(reasons[0], engine)
+            return answer
+
+        return call
 
     return [rotating(samples, signature, call) for call in (eager, *map(through, engines))]
