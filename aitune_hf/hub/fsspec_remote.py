@@ -12,18 +12,18 @@ from __future__ import annotations
 import hashlib
 import io
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from aitune_hf.cache import FileDigest
+from aitune_hf.cache.digests import open_regular
 from aitune_hf.cache.manifest import MANIFEST_NAME
-from aitune_hf.errors import ConfigError
+from aitune_hf.errors import ConfigError, CorruptEntryError
 from aitune_hf.hub.remote import Addition, Head, Landed, Reading, RemoteConflictError, RemoteError, redacted
 
 __all__ = ["FsspecRemote"]
@@ -31,6 +31,8 @@ __all__ = ["FsspecRemote"]
 T = TypeVar("T")
 _CHUNK = 1 << 20
 _LOCK_NAME = ".aitune-hf.lock"
+#: How long to wait for another process that pushes.
+_LOCK_S = 120.0
 
 
 class FsspecRemote:
@@ -46,7 +48,6 @@ class FsspecRemote:
         self._where = url
         self._url = redacted(url)
         self._is_local = protocols in (["file"], ["local"])
-        self._guard = threading.Lock()
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:
@@ -151,7 +152,7 @@ class FsspecRemote:
             self._write(addition)  # With the lock held: what a push that was killed has left.
 
     def _holds(self, target: str, source: bytes | Path) -> bool:
-        with self._fs.open(target, "rb") as file, _reader(source) as expected:
+        with self._reading(target) as file, _reader(source) as expected:
             while True:
                 found, wanted = file.read(_CHUNK), expected.read(_CHUNK)
                 if found != wanted:
@@ -196,22 +197,39 @@ class FsspecRemote:
         lock: AbstractContextManager[Any] = nullcontext()
         if self._is_local:
             self._try("write", lambda: self._fs.makedirs(self._root, exist_ok=True))
-            lock = FileLock(Path(self._root) / _LOCK_NAME)
-        with self._guard, lock:
+            lock = self._try("lock", lambda: self._locked(FileLock(Path(self._root) / _LOCK_NAME)))
+        with lock:
             yield
 
+    def _locked(self, lock: FileLock) -> AbstractContextManager[Any]:
+        try:
+            return lock.acquire(timeout=_LOCK_S)
+        except Timeout as error:
+            raise RemoteError(
+                f"{self.url}: another process has been writing to it for {_LOCK_S:.0f} s; try again later",
+                "unreachable",
+            ) from error
+        except NotImplementedError as error:
+            raise RemoteError(
+                f"{self.url}: its file system has no locks, so it cannot be written safely", "broken"
+            ) from error
+
     # -- reading -------------------------------------------------------------------------------------------------------
+
+    def _reading(self, place: str) -> Any:
+        # A named pipe must not make the reader wait for a writer. Links are followed, as clients of the Hub make them.
+        return open_regular(Path(place).resolve()) if self._is_local else self._fs.open(place, "rb")
 
     def _start(self, path: str, limit: int) -> bytes:
         place = self._place(path)
         if not self._fs.exists(place):
             return b""
-        with self._fs.open(place, "rb") as file:
+        with self._reading(place) as file:
             return bytes(file.read(limit))
 
     def _bytes(self, path: str, max_bytes: int) -> bytes | None:
         try:
-            with self._fs.open(self._place(path), "rb") as file:
+            with self._reading(self._place(path)) as file:
                 data = bytes(file.read(max_bytes + 1))
         except FileNotFoundError:
             return None
@@ -222,7 +240,7 @@ class FsspecRemote:
     def _fetch_one(self, path: str, expected: FileDigest, folder: Path) -> None:
         hasher, size = hashlib.sha256(), 0
         target = folder / PurePosixPath(path).name
-        with self._fs.open(self._place(path), "rb") as file, target.open("wb") as out:
+        with self._reading(self._place(path)) as file, target.open("wb") as out:
             while size <= expected.size and (chunk := file.read(_CHUNK)):
                 hasher.update(chunk)
                 size += len(chunk)
@@ -243,6 +261,8 @@ class FsspecRemote:
             raise RemoteError(f"{self.url}: no permission to {what}", "denied") from error
         except FileNotFoundError as error:
             raise RemoteError(f"{self.url}: cannot {what}: it is not there", "absent") from error
+        except CorruptEntryError as error:
+            raise RemoteError(f"{self.url}: cannot {what}: {error}", "broken") from error
         except Exception as error:
             line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise RemoteError(f"{self.url}: cannot {what}: {line}", "unreachable") from error

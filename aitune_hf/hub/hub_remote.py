@@ -51,7 +51,9 @@ PATIENCE_S = 20.0
 _ATTEMPTS = 3
 _TIMEOUT_S = 10.0
 _THREADS = 4
-_CHUNK = 1 << 16
+#: An answer may take this long, and more for each byte of it.
+_BASE_S = 30.0
+_LEAST_BYTES_PER_S = 32_000
 #: Paths asked for in one request.
 _PATHS = 500
 
@@ -280,11 +282,20 @@ class HubRemote:
 
 
 def _body(response: Any, max_bytes: int) -> Iterator[bytes]:
+    """The bytes of an answer: not more than ``max_bytes``, and not slower than any line that is of use."""
+    url = response.request.url
+    announced = response.headers.get("Content-Length", "")
+    size = min(int(announced), max_bytes) if announced.isdecimal() else max_bytes
+    seconds = _BASE_S + size / _LEAST_BYTES_PER_S
+    deadline = time.monotonic() + seconds
     size = 0
-    for chunk in response.iter_bytes(_CHUNK):
+    # As they come: a chunk of a given size would be waited for, and each byte may take as long as a timeout.
+    for chunk in response.iter_bytes():
         size += len(chunk)
         if size > max_bytes:
-            raise RemoteError(f"{response.request.url.path} is larger than the {max_bytes} bytes expected", "broken")
+            raise RemoteError(f"{url.path} is larger than the {max_bytes} bytes expected", "broken")
+        if time.monotonic() > deadline:
+            raise RemoteError(f"{url.host} is too slow: {size} bytes of {url.path} in {seconds:.0f} s", "unreachable")
         yield chunk
 
 

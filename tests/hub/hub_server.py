@@ -68,7 +68,7 @@ class Fault:
     """What goes wrong with requests whose ``METHOD path`` matches, ``times`` times."""
 
     route: str
-    kind: Literal["status", "cut", "wrong", "slow", "lands", "drops"] = "status"
+    kind: Literal["status", "cut", "wrong", "slow", "lands", "drops", "trickle"] = "status"
     status: int = 500
     headers: dict[str, str] = field(default_factory=dict)
     times: int = 1_000_000
@@ -208,6 +208,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data[: len(data) // 2])
             self.wfile.flush()
             self.close_connection = True
+            return
+        if fault is not None and fault.kind == "trickle":
+            for byte in data:
+                self.wfile.write(bytes([byte]))
+                self.wfile.flush()
+                time.sleep(0.02)
             return
         self.wfile.write(data)
 

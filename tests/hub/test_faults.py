@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 
 import pytest
@@ -127,6 +128,26 @@ def test_a_hub_that_hangs_is_given_up(
     assert machine("theirs").pull(Block(), REPO).installed == 0
     assert "did not answer" in lines()[0]
     assert len(lines()) == 1
+
+
+@pytest.mark.parametrize("route", [RECORD, ENGINE])
+def test_a_hub_that_sends_byte_by_byte_is_given_up(
+    hub: FakeHub,
+    machine: Machines,
+    pushed: str,
+    monkeypatch: pytest.MonkeyPatch,
+    lines: Callable[[], list[str]],
+    route: str,
+) -> None:
+    monkeypatch.setattr(hub_remote, "_BASE_S", 0.1)
+    monkeypatch.setattr(hub_remote, "_LEAST_BYTES_PER_S", 1e9)
+    hub.faults = [Fault(route, "trickle")]
+    with hub.counted() as requests:
+        result = machine("theirs").pull(Block(), REPO)
+    assert result.installed == 0
+    assert "is too slow" in result.problems[0]
+    assert len(lines()) == 1
+    assert sum(bool(re.search(route, str(each))) for each in requests) == 1  # nor is it tried again
 
 
 def test_a_hub_that_goes_silent_is_not_asked_again(

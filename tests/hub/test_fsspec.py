@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from filelock import FileLock
 from sharing_kit import Block, Machine, Many, call
 
 from aitune_hf.cache import FileDigest
 from aitune_hf.errors import ConfigError, HubError
+from aitune_hf.hub import fsspec_remote
 from aitune_hf.hub.remote import Addition, Head, RemoteConflictError, RemoteError, open_remote
 
 Machines = Callable[[str], Machine]
@@ -119,6 +122,34 @@ def test_a_folder_without_permission_is_a_clear_error(machine: Machines, monkeyp
     monkeypatch.setattr(type(fs), "makedirs", refuse)
     with pytest.raises(HubError, match="no permission to write"):
         machine("mine").push(Block(), place)
+
+
+@pytest.mark.parametrize("name", ["*.json", "manifest.json"])
+def test_a_named_pipe_is_not_waited_for(
+    machine: Machines, tmp_path: Path, lines: Callable[[], list[str]], name: str
+) -> None:
+    machine("mine").tuned(Block())
+    machine("mine").push(Block(), tmp_path / "shared")
+    where = tmp_path / "shared/aitune/v1/pipelines" if name == "*.json" else tmp_path / "shared"
+    for path in list(where.rglob(name)):
+        path.unlink()
+        os.mkfifo(path)
+    result = machine("theirs").pull(Block(), tmp_path / "shared")
+    assert "is not a regular file" in result.problems[0]
+    assert len(lines()) == 1
+
+
+def test_a_folder_that_somebody_writes_to_for_long_is_an_error(
+    machine: Machines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsspec_remote, "_LOCK_S", 0.05)
+    machine("mine").tuned(Block())
+    with FileLock(tmp_path / ".aitune-hf.lock"):
+        with ThreadPoolExecutor(1) as pool:
+            pushed = pool.submit(machine("mine").push, Block(), tmp_path)
+        with pytest.raises(HubError, match="another process has been writing to it"):
+            pushed.result()
+    assert machine("mine").push(Block(), tmp_path).added
 
 
 def test_a_file_system_that_cannot_be_made_is_one_line(
