@@ -16,8 +16,8 @@ from aitune_hf.tuning.hints import read_hints
 from aitune_hf.tuning.recipes import Candidates, candidates_for
 from aitune_hf.tuning.results import CandidateResult
 from aitune_hf.tuning.stopwatch import Stopwatch
-from aitune_hf.tuning.trial import CandidateTrial, Contender, Variant, Work
-from aitune_hf.tuning.verdict import EngineRecord, write_undecided, write_verdict
+from aitune_hf.tuning.trial import CandidateTrial, Contender, Variant, Work, closed_on_error
+from aitune_hf.tuning.verdict import EngineRecord, Verdict, write_undecided, write_verdict
 from aitune_hf.tuning.verdict_book import Chosen, VerdictBook, eager_sizes
 
 __all__ = ["GraphDecision"]
@@ -41,27 +41,33 @@ class GraphDecision:
 
     def make(self) -> list[Chosen]:
         """Decide. Whatever is raised, no engine stays loaded."""
-        work, verdict = self._work, self._book.started(self._work)
+        verdict = self._book.started(self._work)
+        chosen: list[Chosen] = []
+        with closed_on_error(one.installed for one in chosen):
+            narrowed = self._choose(verdict, chosen)
+            self._conclude(narrowed)
+            self._write(verdict, chosen)
+        return chosen
+
+    def _choose(self, verdict: Verdict, chosen: list[Chosen]) -> str:
+        """Fill ``chosen``. Returns why its engines take recorded sizes only, if they do."""
         offered = self._offered()
         self._candidates += offered.out
-        chosen: list[Chosen] = []
         narrowed = ""
-        try:
-            for variant in self._variants():
-                found = self._best_of(variant, offered)
-                if variant.is_dynamic and found is None:
-                    narrowed = f"only for sizes that were recorded; for all between: {self._why()}"
-                if found is not None:
-                    best, record = found
-                    verdict.add(record)
-                    chosen.append(Chosen(installed=best.engine, record=record, verdict=verdict))
-                if variant.is_dynamic and (found is not None or not self._is_structural()):
-                    break  # Single sizes are the fallback for the case that one engine for all cannot be had.
-        except BaseException:
-            for one in chosen:
-                one.installed.engine.close()
-            raise
-        self._conclude(narrowed)
+        for variant in self._variants():
+            found = self._best_of(variant, offered)
+            if variant.is_dynamic and found is None:
+                narrowed = f"only for sizes that were recorded; for all between: {self._why()}"
+            if found is not None:
+                best, record = found
+                chosen.append(Chosen(installed=best.engine, record=record, verdict=verdict))
+                verdict.add(record)
+            if variant.is_dynamic and (found is not None or not self._is_structural()):
+                break  # Single sizes are the fallback for the case that one engine for all cannot be had.
+        return narrowed
+
+    def _write(self, verdict: Verdict, chosen: Sequence[Chosen]) -> None:
+        work = self._work
         taken = [one.record.envelope for one in chosen]
         lost = [one for one in work.recorded.samples.shapes() if all(env.mismatch(one) for env in taken)]
         verdict.forget_lost(work.recorded.samples.shapes())
@@ -74,7 +80,6 @@ class GraphDecision:
         is_open = any(candidate.outcome in ("skipped", "unsure") for candidate in self._candidates)
         is_lossy = any(one.record.result.lossy for one in chosen)
         (write_undecided if is_open or is_lossy else write_verdict)(self._book.store, verdict)
-        return chosen
 
     def _offered(self) -> Candidates:
         subject, config = self._work.subject, self._trial.config
@@ -109,19 +114,14 @@ class GraphDecision:
         while True:
             outcome = Contest(self._trial, self._stopwatch, self._patched, self._work, variant).hold(to_try)
             best = outcome.best
-            try:
+            with closed_on_error([best.engine] if best is not None else []):
                 sweep = self._sweep(best) if best is not None else BatchSweep()
-            except BaseException:
-                if best is not None:
-                    best.unload()
-                raise
-            if best is None or sweep.wrong is None:
-                break
+                if best is None or sweep.wrong is None:
+                    self._candidates += out
+                    return self._settled(outcome, sweep)
             best.unload()
             out.append(replace(best.result, outcome="wrong", reason=sweep.wrong, structural=True))
             to_try.remove(best.candidate)
-        self._candidates += out
-        return self._settled(outcome, sweep)
 
     def _sweep(self, best: Contender) -> BatchSweep:
         sizes = self._trial.config.swept_batch_sizes

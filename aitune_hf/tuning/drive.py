@@ -270,14 +270,19 @@ def restore_modules(roots: Mapping[str, nn.Module], config: TuneConfig) -> int:
     if not isinstance(paths, list):
         paths = read_unverified_modules(tuner.store, roots)
     session = TuningSession(config, tuner)
-    restored = 0
-    for path, module in _paths(roots):
-        if path in paths and patched_of(module) is None:  # One that is tuned already stays as it is.
-            patched = Patcher(session).patch(module, path)
-            if not patched.restore():
-                patched._unpatch()
-            restored += len(patched.engines)
-    return restored
+    taken: list[PatchedModule] = []
+    try:
+        for path, module in _paths(roots):
+            if path in paths and patched_of(module) is None:  # One that is tuned already stays as it is.
+                patched = Patcher(session).patch(module, path)
+                taken.append(patched)
+                if not patched.restore():
+                    taken.pop()._unpatch()
+    except BaseException:
+        for patched in taken:
+            patched._unpatch()
+        raise
+    return sum(len(patched.engines) for patched in taken)
 
 
 def _paths(roots: Mapping[str, nn.Module]) -> list[tuple[str, nn.Module]]:

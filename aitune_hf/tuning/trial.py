@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from aitune_hf.tuning.progress import Progress
 from aitune_hf.tuning.recipes import Candidate
 from aitune_hf.tuning.results import CandidateResult, GraphResult
 
-__all__ = ["CandidateTrial", "Contender", "Variant", "Work", "first_line"]
+__all__ = ["CandidateTrial", "Contender", "Variant", "Work", "closed_on_error", "first_line"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +215,18 @@ class CandidateTrial:
         finally:
             work.subject.stats.add_seconds("check", time.perf_counter() - start)
         return replace(contender.result, max_error=found.max_error, similarity=found.similarity)
+
+
+@contextmanager
+def closed_on_error(engines: Iterable[InstalledEngine]) -> Iterator[None]:
+    """Close these engines, and what was added to them meanwhile, if anything is raised."""
+    try:
+        yield
+    except BaseException:
+        with ExitStack() as stack:  # One that cannot be closed does not keep the others.
+            for one in engines:
+                stack.callback(one.engine.close)
+        raise
 
 
 def first_line(error: BaseException) -> str:

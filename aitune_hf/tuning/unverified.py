@@ -19,6 +19,7 @@ from aitune_hf.errors import CandidateError, ConfigError
 from aitune_hf.jit.dispatcher import InstalledEngine
 from aitune_hf.tuning.candidate import Subject
 from aitune_hf.tuning.place import pipeline_hash, target_record_name
+from aitune_hf.tuning.trial import closed_on_error
 from aitune_hf.tuning.verdict import EngineRecord, Verdict, policy_digest, verdicts_of, write_verdict
 
 if TYPE_CHECKING:
@@ -37,16 +38,16 @@ def unverified_engines(book: VerdictBook, subject: Subject) -> list[InstalledEng
     found: list[InstalledEngine] = []
     place = subject.environment.for_plans()
     for verdict in verdicts_of(book.store, subject.hierarchy_hash, place, UNVERIFIED_POLICY):
-        for record in verdict.engines:
-            try:
-                installed = book.load(subject, verdict, record)
-            except CandidateError as error:
-                logger.warning(
-                    "%s: an engine that was built for this kind of machine is not used: %s", subject.path, error
-                )
-                continue
-            _watch(book.store, installed, verdict, record)
-            found.append(installed)
+        with closed_on_error(found):
+            for record in verdict.engines:
+                try:
+                    installed = book.load(subject, verdict, record)
+                except CandidateError as error:
+                    reason = "an engine that was built for this kind of machine is not used"
+                    logger.warning("%s: %s: %s", subject.path, reason, error)
+                    continue
+                _watch(book.store, installed, verdict, record)
+                found.append(installed)
     return found
 
 

@@ -18,7 +18,7 @@ from aitune_hf.jit.dispatcher import InstalledEngine
 from aitune_hf.tuning.candidate import Subject, load_engine
 from aitune_hf.tuning.correctness import check_engine
 from aitune_hf.tuning.results import CandidateResult
-from aitune_hf.tuning.trial import Work, first_line
+from aitune_hf.tuning.trial import Work, closed_on_error, first_line
 from aitune_hf.tuning.unverified import unverified_engines
 from aitune_hf.tuning.verdict import (
     EngineRecord,
@@ -136,20 +136,24 @@ class VerdictBook:
         engines: list[InstalledEngine] = []
         reasons: dict[str, str] = {}
         for verdict in verdicts:
-            for record in verdict.engines:
-                try:
-                    if record.is_for(subject.weights, measured=True):
-                        engines.append(self.load(subject, verdict, record))
-                    elif record.strict is not None:
-                        engines.append(self.load(subject, verdict, record.strict))
-                except CandidateError as error:
-                    logger.warning("%s: %s", subject.path, error)
+            with closed_on_error(engines):
+                self._restore(subject, verdict, engines)
             if not verdict.engines:
                 reasons[verdict.graph.key] = "eager was faster when this was tuned"
         if not verdicts:
             elsewhere = unverified_engines(self, subject)
             return (elsewhere, {}) if elsewhere else None
         return engines, reasons
+
+    def _restore(self, subject: Subject, verdict: Verdict, engines: list[InstalledEngine]) -> None:
+        for record in verdict.engines:
+            try:
+                if record.is_for(subject.weights, measured=True):
+                    engines.append(self.load(subject, verdict, record))
+                elif record.strict is not None:
+                    engines.append(self.load(subject, verdict, record.strict))
+            except CandidateError as error:
+                logger.warning("%s: %s", subject.path, error)
 
     def load(self, subject: Subject, verdict: Verdict, record: EngineRecord) -> InstalledEngine:
         """Load an engine that won.
@@ -186,7 +190,8 @@ class VerdictBook:
         chosen: list[Chosen] = []
         results: list[CandidateResult] = []
         for record in records:
-            found = self._loaded_and_checked(work, verdict, record)
+            with closed_on_error(earlier.installed for earlier in chosen):
+                found = self._loaded_and_checked(work, verdict, record)
             if found is None:
                 for earlier in chosen:
                     earlier.installed.engine.close()
