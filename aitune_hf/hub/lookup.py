@@ -26,7 +26,8 @@ class Finding:
     Attributes:
         path: of the module.
         structure: its hierarchy hash.
-        verdicts: per graph, the engines that fit; empty if none does.
+        verdicts: per graph, the engines that fit, the fastest first; empty if none does. Where several take the same
+            shapes, the first that may run here is used.
         reason: why there is none, or in what the nearest one does not fit.
         elsewhere: per graph, engines for other machines: their recipes may be worth a try.
     """
@@ -41,6 +42,15 @@ class Finding:
     def engines(self) -> list[SharedEngine]:
         """Those that fit."""
         return [engine for verdict in self.verdicts for engine in verdict.engines]
+
+    @property
+    def first_choices(self) -> list[SharedEngine]:
+        """Of those that take the same shapes, the first."""
+        chosen: dict[tuple[str, str], SharedEngine] = {}
+        for verdict in self.verdicts:
+            for engine in verdict.engines:
+                chosen.setdefault((verdict.graph.key, engine.shapes), engine)
+        return list(chosen.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +77,8 @@ class Lookup:
         at = f" at {self.commit[:12]}" if self.commit else ""
         lines = [f"{self.repo}{at}: {self.reason or f'engines for {len(self.hits)} of {len(self.findings)} modules'}"]
         for finding in self.findings:
-            size = sum(engine.size for engine in finding.engines)
-            backends = ", ".join(dict.fromkeys(engine.key.backend for engine in finding.engines))
+            size = sum(engine.size for engine in finding.first_choices)
+            backends = ", ".join(dict.fromkeys(engine.key.backend for engine in finding.first_choices))
             answer = f"hit: {backends}, {size / 1e6:.2f} MB" if finding.engines else f"miss: {finding.reason}"
             lines.append(f"  {finding.path or 'the model'}: {answer}")
         return "\n".join(lines)
@@ -174,22 +184,13 @@ def _finding(target: Target, path: str, module: nn.Module, places: Sequence[Tune
                 else:
                     reasons.append(reason)
                     elsewhere.append(engine)
-            # Which shapes eager is faster for was measured on that machine alone.
-            lost = verdict.lost if tuned.environment == here else ()
+            # For which shapes eager is faster is for this machine to measure: a stranger's word would end its tuning.
             mine = verdicts.get(verdict.graph.key)
-            added = replace(verdict, engines=tuple(found), lost=lost)
+            added = replace(verdict, engines=tuple(found), lost=())
             verdicts[verdict.graph.key] = mine.merged(added) if mine else added
-    chosen = tuple(_without_doubles(verdict) for verdict in verdicts.values() if verdict.engines or verdict.lost)
-    reason = "" if any(verdict.engines for verdict in chosen) else (reasons[0] if reasons else "eager was faster there")
+    chosen = tuple(verdict for verdict in verdicts.values() if verdict.engines)
+    reason = "" if chosen else (reasons[0] if reasons else "eager was faster there")
     return Finding(path=path, structure=structure, verdicts=chosen, reason=reason, elsewhere=tuple(elsewhere))
-
-
-def _without_doubles(verdict: SharedVerdict) -> SharedVerdict:
-    """Of several engines that take the same shapes, the first."""
-    by_shapes: dict[str, SharedEngine] = {}
-    for engine in verdict.engines:
-        by_shapes.setdefault(repr(engine.record.envelope.to_dict()), engine)
-    return replace(verdict, engines=tuple(by_shapes.values()))
 
 
 def _distance(here: Environment, other: Environment) -> tuple[bool, int]:

@@ -142,17 +142,19 @@ class _Pull:
                 taken += [str(record.key.entry_path) for record in local.engines]
                 reason = reason or ("" if local.engines else "eager was faster when it was tuned here")
                 continue
-            admitted = []
+            admitted: dict[str, SharedEngine] = {}
             for engine in verdict.engines:
+                if engine.shapes in admitted:
+                    continue  # A better one takes these shapes.
                 answer = self._engine(engine, verdict, finding, fetcher)
                 if isinstance(answer, Admitted):
-                    admitted.append(engine)
+                    admitted[engine.shapes] = engine
                 else:
                     refused.append((engine, answer))
-            if admitted or (verdict.lost and not verdict.engines):
-                self._keep(finding, verdict, admitted)
-                taken += [str(engine.key.entry_path) for engine in admitted]
-                answers |= {"hit"} if admitted else set()
+            if admitted:
+                self._keep(finding, verdict, list(admitted.values()))
+                taken += [str(engine.key.entry_path) for engine in admitted.values()]
+                answers.add("hit")
         if refused:
             reason = refused[0][1].reason
         untrusted = [engine for engine, answer in refused if answer.kind == "untrusted"]
@@ -216,7 +218,7 @@ class _Pull:
         return read_verdict(tuner.store, finding.structure, verdict.graph.key[:32], here, tuner.policy)
 
     def _keep(self, finding: Finding, verdict: SharedVerdict, admitted: Sequence[SharedEngine]) -> None:
-        """Write what was decided elsewhere as a decision of this cache."""
+        """Write which engines won elsewhere as a decision of this cache."""
         module = self.target.module(finding.path)
         assert module is not None
         known = self._known(finding, verdict) or Verdict(
@@ -224,7 +226,6 @@ class _Pull:
             graph=verdict.graph,
             environment=self.target.environment(module),
             policy=self.target.tuner.policy,
-            lost=[dict(item) for item in verdict.lost],
         )
         for engine in reversed(admitted):
             known.add(_as_local(engine.record))

@@ -57,6 +57,11 @@ class SharedEngine:
         return sum(digest.size for digest in self.files.values())
 
     @property
+    def shapes(self) -> str:
+        """The shapes it takes, in a form to compare by."""
+        return canonical_json(self.record.envelope.to_dict()).decode()
+
+    @property
     def speedup(self) -> float:
         """Eager / engine where it was built; 0 if it was not timed."""
         return self.record.result.timing.speedup if self.record.result.timing else 0.0
