@@ -66,6 +66,7 @@ class Stopwatch:
                     [(weight, eager, first, second) for weight, eager, first, second in cases],
                     rounds,
                     work.subject.device,
+                    self.config.min_speedup,
                     bar.update,
                 )
 

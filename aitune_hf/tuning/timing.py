@@ -126,20 +126,26 @@ def run_off_timing(
     cases: Sequence[tuple[int, Run, Run, Run]],
     rounds: int,
     device: torch.device,
+    min_speedup: float = 1.0,
     on_round: Callable[[], object] = lambda: None,
     max_seconds: float = 30.0,
 ) -> tuple[Timing, Timing]:
-    """Time two engines and eager in turn, with more rounds while it is open which one is faster by what matters.
+    """Time two engines and eager in turn.
+
+    There are more rounds while it is open which one is faster by what matters, or whether each is faster than eager.
 
     Args:
         cases: ``(weight, eager, engine, other engine)`` per shape.
         rounds: per shape.
+        min_speedup: as for :func:`paired_timing`.
         max_seconds: as for :func:`interleaved_timing`.
     """
     measured = [Case(weight, runs) for weight, *runs in cases]
 
     def is_decided(found: list[Timing]) -> bool:
         one, other = found
+        if not all(timing.decides(min_speedup) for timing in found):
+            return False
         return not one.overlaps(other) or max(one.uncertainty, other.uncertainty) < CLOSE_ENOUGH
 
     one, other = interleaved_timing(measured, rounds, device, is_decided, on_round, max_seconds)

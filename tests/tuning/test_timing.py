@@ -114,6 +114,14 @@ def test_a_run_off_goes_on_while_it_is_open_and_ends_once_both_are_near_enough(s
     assert one.pairs == 5
 
 
+def test_a_run_off_goes_on_while_it_is_open_whether_the_faster_one_beats_eager(spend: Spend) -> None:
+    waits = itertools.cycle([1.8, 2.2, 1.9])
+    runs = (lambda: spend(2), lambda: spend(next(waits)), lambda: spend(9))
+    one, other = run_off_timing([(1, *runs)], 5, CPU, 1.02)
+    assert not one.overlaps(other)
+    assert one.pairs > 5
+
+
 def test_the_slowest_shape_is_told(spend: Spend) -> None:
     cases = [(9, lambda: spend(2), lambda: spend(1)), (1, lambda: spend(9), lambda: spend(7))]
     assert paired_timing(cases, 5, CPU).slowest_ms == pytest.approx(7)
