@@ -16,7 +16,7 @@ from aitune_hf.integrations import transformers as hf_transformers
 from aitune_hf.integrations.tuned_class import tuned_class
 from aitune_hf.jit.patcher import unpatch_tree
 from aitune_hf.jit.statistics import TuningStats
-from aitune_hf.pipeline import SharingMixin, load_message, tune_target
+from aitune_hf.pipeline import SharingMixin, checked_sources, load_message, tune_target
 from aitune_hf.tuning.drive import restore_modules, stats_of
 from aitune_hf.tuning.report import TuningReport
 
@@ -76,6 +76,7 @@ class AITuneModel:
             PipelineLoadError: if it cannot be found or loaded.
         """
         name = os.fspath(pretrained_model_name_or_path)
+        trusted = checked_sources(tuned, trust)
         try:
             model = hf_transformers.load_model(auto_class, name, **kwargs)
         except (OSError, ValueError, ImportError) as error:
@@ -83,7 +84,7 @@ class AITuneModel:
         model = AITuneModel.from_model(model.eval(), config=config)
         if tuned is not None:
             known = {name: kwargs[name] for name in ("token", "local_files_only") if name in kwargs}
-            logger.info("%s", model.pull_tuned(tuned, trust=trust, **known).summary())
+            logger.info("%s", model.pull_tuned(tuned, trust=trusted, **known).summary())
         return model
 
     @staticmethod

@@ -34,6 +34,7 @@ __all__ = [
     "AITunePipeline",
     "SharingMixin",
     "TunedPipelineMixin",
+    "checked_sources",
     "explain_target",
     "load_message",
     "look_up_target",
@@ -136,8 +137,9 @@ class SharingMixin:
         """Take over engines that others tuned for this structure, where they fit this machine and are trusted.
 
         Args:
-            repo_id: ``"owner/name"``, a folder, a URL, or a list of those, asked in order.
-            revision: branch, tag or commit. At a commit that was pulled before, no request is made.
+            repo_id: ``"owner/name"``, ``"owner/name@<commit>"``, a folder, a URL, or a list of those, asked in order.
+            revision: branch, tag or commit; the commit that ``trust`` pins if None and there is just one. At a commit
+                that was pulled before, no request is made.
             trust: whose native engines may run here: None (nobody's), ``"owner/name@<commit>"``, a public key, … see
                 :class:`aitune_hf.hub.trust.Trust`. Untrusted ones leave their recipe for the next ``tune``.
             local_files_only: make no requests.
@@ -270,6 +272,17 @@ def pull_target(
     return pull_modules(modules_of(target), config, repos, name=type(target).__name__, **options)
 
 
+def checked_sources(tuned: str | Path | Sequence[str | Path] | None, trust: Any) -> Any:
+    """Trust as an object; raises ``ConfigError`` for a ``tuned`` or ``trust`` that means nothing, and asks nobody."""
+    if tuned is not None:
+        from aitune_hf.hub.share import parse_sources
+
+        return parse_sources(tuned, trust)[1]
+    from aitune_hf.hub.trust import Trust
+
+    return Trust.parse(trust)
+
+
 def look_up_target(target: Any, repo: str | Path, **options: Any) -> Lookup:
     """What a remote has for a pipeline or module, without fetching it. Raises ``HubError`` if the remote fails."""
     from aitune_hf.hub.share import look_up_modules
@@ -333,6 +346,7 @@ class AITunePipeline:
             ConfigError: if ``task`` is no task.
         """
         name = os.fspath(pretrained_model_name_or_path)
+        trusted = checked_sources(tuned, trust)
         _check_local(name, task)
         try:
             pipe = _load_transformers(name, task, kwargs) if task else _load_diffusers(name, kwargs)
@@ -343,7 +357,7 @@ class AITunePipeline:
         pipe = _ready(pipe, config)
         if tuned is not None:
             known = {name: kwargs[name] for name in ("token", "local_files_only") if name in kwargs}
-            logger.info("%s", pipe.pull_tuned(tuned, trust=trust, **known).summary())
+            logger.info("%s", pipe.pull_tuned(tuned, trust=trusted, **known).summary())
         return pipe
 
     @staticmethod

@@ -9,7 +9,7 @@ from aitune_hf.cache.canonical import MAX_JSON_BYTES
 from aitune_hf.errors import CorruptEntryError
 from aitune_hf.hub.lookup import Fit, Lookup, look_up
 from aitune_hf.hub.record import PipelineRecord, record_path
-from aitune_hf.hub.remote import Remote
+from aitune_hf.hub.remote import Remote, revision_of
 from aitune_hf.hub.target import Target
 
 __all__ = ["explain_remote"]
@@ -27,7 +27,7 @@ def explain_remote(target: Target, remote: Remote, *, revision: str | None = Non
     found = look_up(target, remote, revision=revision)
     if not found.reason:
         return "\n".join([found.summary(), *_details(target, found)])
-    at = found.commit or revision
+    at = found.commit or revision_of(remote, revision)
     paths = [path for path in remote.names(_RECORDS, revision=at) if path.endswith(".json")]
     records = [_other(remote, path, at) for path in paths[:_MAX_OTHERS]]
     lines = _nearest(target, [record for record in records if record is not None])

@@ -38,6 +38,8 @@ _LOCK_S = 120.0
 class FsspecRemote:
     """A folder behind an fsspec URL. Credentials come from where its file system looks for them."""
 
+    pinned: str | None = None
+
     def __init__(self, url: str) -> None:
         from fsspec import available_protocols
 

@@ -74,11 +74,13 @@ class HubRemote:
         self,
         repo_id: str,
         *,
+        commit: str | None = None,
         token: str | bool | None = None,
         endpoint: str | None = None,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self.repo_id = repo_id
+        self.pinned = commit
         self._api = HfApi(endpoint=endpoint, token=token, library_name="aitune-hf", library_version=__version__)
         self._token = token
         self._sleep = sleep

@@ -12,7 +12,7 @@ from aitune_hf.cache import Environment, UnknownSchemaError
 from aitune_hf.cache.canonical import MAX_JSON_BYTES
 from aitune_hf.errors import CandidateError, CorruptEntryError
 from aitune_hf.hub.record import PipelineRecord, SharedEngine, SharedVerdict, TunedIn, record_path
-from aitune_hf.hub.remote import Reading, Remote, RemoteError, is_commit
+from aitune_hf.hub.remote import Reading, Remote, RemoteError, is_commit, revision_of
 from aitune_hf.hub.target import Target
 from aitune_hf.tuning.baked import WeightsDigest
 
@@ -93,9 +93,12 @@ def look_up(target: Target, remote: Remote, *, revision: str | None = None, loca
     Raises:
         RemoteError: if the remote fails.
     """
+    revision = revision_of(remote, revision)
     for is_last in (False, True):
         reading = _read(target, remote, revision, local_only)
         if reading.data is None:
+            if is_commit(revision):
+                _keep(target, remote, revision, reading)
             return Lookup(repo=remote.url, commit=reading.commit, reason="no engines for this pipeline structure")
         try:
             record = PipelineRecord.from_bytes(target.pipeline_hash, reading.data)
@@ -134,16 +137,17 @@ def _kept_name(target: Target, remote: Remote, revision: str | None) -> str:
 def _kept(target: Target, remote: Remote, revision: str | None) -> Reading | None:
     record = target.store.read_record(_kept_name(target, remote, revision)) or {}
     text, commit = record.get("record"), record.get("commit")
-    if not isinstance(text, str) or not isinstance(commit, str):
+    if not isinstance(text, (str, type(None))) or not isinstance(commit, str):
         return None
-    return Reading(data=text.encode(), commit=commit)
+    return Reading(data=None if text is None else text.encode(), commit=commit)
 
 
 def _keep(target: Target, remote: Remote, revision: str | None, reading: Reading) -> None:
-    assert reading.data is not None
-    if len(reading.data) > MAX_JSON_BYTES // 2:
+    """Keep what was read, by the name it was asked for and by its commit; that there is nothing, by its commit alone."""
+    if reading.data is not None and len(reading.data) > MAX_JSON_BYTES // 2:
         return  # It would not fit into a record when quoted; it is read again.
-    body = {"schema": 1, "remote": remote.url, "commit": reading.commit, "record": reading.data.decode()}
+    text = None if reading.data is None else reading.data.decode()
+    body = {"schema": 1, "remote": remote.url, "commit": reading.commit, "record": text}
     for name in {_kept_name(target, remote, revision), _kept_name(target, remote, reading.commit or revision)}:
         if target.store.read_record(name) != body:
             target.store.write_record(name, body)

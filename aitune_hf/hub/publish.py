@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from aitune_hf.cache.canonical import MAX_JSON_BYTES
-from aitune_hf.errors import CorruptEntryError, HubError
+from aitune_hf.errors import ConfigError, CorruptEntryError, HubError
 from aitune_hf.hub.bundle import Bundle, collect
 from aitune_hf.hub.card import CARD_PATH, render_card
 from aitune_hf.hub.hub_remote import BaseModel, HubRemote
@@ -89,6 +89,8 @@ def push(
     Raises:
         HubError: if there is nothing to push, if it may not be pushed there, or if the remote fails.
     """
+    if remote.pinned is not None:
+        raise ConfigError(f"{remote.url}@{remote.pinned} is one commit, which cannot be added to: leave it out")
     with tempfile.TemporaryDirectory(prefix="aitune-push-") as folder:
         bundle = collect(target, Path(folder), signing_key)
         if not bundle.folders:

@@ -6,7 +6,7 @@ Nothing that a remote does or says makes a pull raise: a pipeline works without 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -18,9 +18,9 @@ from aitune_hf.hub.fetch import Fetcher
 from aitune_hf.hub.lookup import Finding, Lookup, look_up
 from aitune_hf.hub.outcome import ModuleOutcome, PullResult
 from aitune_hf.hub.record import SharedEngine, SharedVerdict
-from aitune_hf.hub.remote import Remote, RemoteError, redacted
+from aitune_hf.hub.remote import Remote, RemoteError, redacted, revision_of
 from aitune_hf.hub.target import Target
-from aitune_hf.hub.trust import Trust
+from aitune_hf.hub.trust import Source, Trust
 from aitune_hf.jit.module_state import ModuleState
 from aitune_hf.jit.patcher import patched_of
 from aitune_hf.jit.statistics import ModuleStats
@@ -47,13 +47,19 @@ def pull(
     """Take over engines for a target's modules from remotes, the first that has one for a module first.
 
     Args:
-        revision: branch, tag or commit of every remote.
+        revision: branch, tag or commit of every remote. If None, a repository is read at the commit that its name says,
+            or at which alone it is trusted, else as it stands.
         trust: whose native engines may run here; nobody's if None.
         local_only: make no requests; go by what earlier pulls or ``hf download`` have left on this machine.
+
+    Raises:
+        ConfigError: if a remote's name says another commit than ``revision``.
 
     Returns:
         What was taken and what not, with the reason. A failing remote is a line in ``problems``, and one warning.
     """
+    for remote in remotes:
+        revision_of(remote, revision)
     work = _Pull(target=target, revision=revision, trust=trust or Trust(), local_only=local_only)
     with ExitStack() as stack:
         tester = stack.enter_context(IsolatedBuilder(timeout_s=_TRIAL_S))
@@ -69,6 +75,8 @@ def pull(
     nothing = not any(outcome.engines for outcome in work.outcomes.values())
     for line in (work.failures or work.problems if nothing else work.failures)[:1]:
         logger.warning("Tuned engines: %s. Modules without one run eager; tune() works as always.", line)
+    if nothing and work.barred:
+        logger.warning("Tuned engines: %s", _advice(work.barred))
     outcomes = tuple(work.outcomes[path] for path in sorted(work.outcomes))
     installed, outcomes = _install(target, outcomes)
     return PullResult(
@@ -93,6 +101,7 @@ class _Pull:
     repos: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    barred: dict[str, set[str]] = field(default_factory=dict)
     bytes: int = 0
     _answers: dict[str, Admitted | Refused] = field(default_factory=dict)
     _silent: dict[str, str] = field(default_factory=dict)
@@ -105,7 +114,8 @@ class _Pull:
 
     def ask(self, remote: Remote, tester: IsolatedBuilder) -> None:
         """Take from one remote what earlier ones did not have."""
-        found = look_up(self.target, remote, revision=self.revision, local_only=self.local_only)
+        revision = revision_of(remote, self.revision) or self.trust.commit_for(Source(url=remote.url))
+        found = look_up(self.target, remote, revision=revision, local_only=self.local_only)
         self.repos[remote.url] = found.commit
         if found.reason:
             self.problems.append(f"{remote.url}: {found.reason}")
@@ -159,6 +169,8 @@ class _Pull:
             reason = refused[0][1].reason
         untrusted = [engine for engine, answer in refused if answer.kind == "untrusted"]
         at = f"{found.repo}@{found.commit}" if found.commit else found.repo
+        if untrusted:
+            self.barred.setdefault(at, set()).update(engine.key.digest for engine in untrusted)
         hinted = not taken and self._hints(finding, [*untrusted, *finding.elsewhere], at)
         if hinted:
             reason += "; its recipe is kept, and tune() tries it first"
@@ -243,6 +255,17 @@ class _Pull:
         for graph_key, hints in by_graph.items():
             write_hints(self.target.store, finding.structure, graph_key, source=redacted(source), hints=hints)
         return bool(by_graph)
+
+
+def _advice(barred: Mapping[str, Collection[str]]) -> str:
+    """What to do where engines fit, and nobody whom the user trusts made them."""
+    place, engines = next(iter(barred.items()))
+    given = f"trust={place!r}" if "@" in place else "trust=True if only people you trust can write there"
+    return (
+        f"{len(engines)} engines of {redacted(place)} fit this machine, and none of them may run: loading one runs its "
+        f"author's code, and you did not say that you trust them. If you do, give {given}, or the key that signed them "
+        "(SECURITY.md). Until then modules run eager, and tune() builds from their recipes."
+    )
 
 
 def _as_local(record: EngineRecord) -> EngineRecord:

@@ -29,13 +29,17 @@ __all__ = [
     "is_commit",
     "open_remote",
     "redacted",
+    "revision_of",
 ]
 
 #: Why a remote did not answer.
 Cause = Literal["offline", "denied", "gated", "absent", "limited", "unreachable", "broken"]
 
+_HUB_URL = re.compile(r"https://(?:huggingface\.co|hf\.co)/")
 _REPO_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
-_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{8,}|(?<=[Bb]earer )\S+|(?<=://)[^/\s@]+@")
+# A password may hold an @ itself, and a query a signature.
+_SECRET = re.compile(r"\bhf_[A-Za-z0-9]{8,}|(?<=[Bb]earer )\S+|(?<=://)[^/\s]+@")
+_QUERY = re.compile(r"""(://[^\s?#'"]*)[?#][^\s'"]*""")
 
 
 class RemoteError(HubError):
@@ -113,6 +117,10 @@ class Remote(Protocol):
     def url(self) -> str:
         """Its name, for messages and for who trusts what. Holds no secret."""
 
+    @property
+    def pinned(self) -> str | None:
+        """The commit that its name says to read; None for the newest state."""
+
     def head(self, revision: str | None = None) -> Head | None:
         """The newest state of a revision; None where the repository or the revision does not exist."""
 
@@ -152,18 +160,26 @@ class Remote(Protocol):
 def open_remote(url: str | Path, *, token: str | bool | None = None) -> Remote:
     """The remote behind ``"owner/name"`` (the Hub), a folder, or any URL that fsspec knows (``s3://…``).
 
+    Only the spelling is looked at; ``"owner/name@<40 hex digits>"`` is a repository at that commit.
+
     Raises:
         ConfigError: if ``url`` is none of these.
     """
     text = os.fspath(url)
     if isinstance(url, Path) or text.startswith(("/", "./", "../", "~")):
         text = Path(text).expanduser().absolute().as_uri()
-    name = text.removeprefix("hf://").removeprefix("models/")
-    if "://" not in name and _REPO_ID.fullmatch(name):
+    is_hub = text.startswith("hf://") or _HUB_URL.match(text) is not None
+    name = _HUB_URL.sub("", text, count=1).rstrip("/") if is_hub else text
+    name, at, commit = name.removeprefix("hf://").removeprefix("models/").partition("@")
+    if _REPO_ID.fullmatch(name) and (not at or is_commit(commit)):
         from aitune_hf.hub.hub_remote import HubRemote
 
-        return HubRemote(name, token=token)
-    if "://" in text and not text.startswith("hf://"):
+        return HubRemote(name, commit=commit or None, token=token)
+    if _REPO_ID.fullmatch(name):
+        raise ConfigError(
+            f"{redacted(text)!r}: after the @ comes a full commit (40 hex digits); for a branch give revision="
+        )
+    if "://" in text and not is_hub:
         from aitune_hf.hub.fsspec_remote import FsspecRemote
 
         return FsspecRemote(text)
@@ -173,6 +189,17 @@ def open_remote(url: str | Path, *, token: str | bool | None = None) -> Remote:
     )
 
 
+def revision_of(remote: Remote, revision: str | None) -> str | None:
+    """The revision to read: the one asked for, or the commit that the remote's name says.
+
+    Raises:
+        ConfigError: if they are two.
+    """
+    if revision is not None and remote.pinned not in (None, revision):
+        raise ConfigError(f"{remote.url}@{remote.pinned} names a commit already: leave revision={revision!r} out")
+    return revision or remote.pinned
+
+
 def is_commit(revision: str | None) -> bool:
     """Whether a revision names one state for good."""
     return revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision) is not None
@@ -180,4 +207,4 @@ def is_commit(revision: str | None) -> bool:
 
 def redacted(text: str) -> str:
     """``text`` without anything that looks like a secret."""
-    return _TOKEN.sub("***", text)
+    return _QUERY.sub(r"\1", _SECRET.sub("***", text))

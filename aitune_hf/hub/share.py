@@ -16,11 +16,11 @@ from aitune_hf.hub.lookup import Lookup, look_up
 from aitune_hf.hub.outcome import PullResult
 from aitune_hf.hub.publish import PushResult, push
 from aitune_hf.hub.pull import pull
-from aitune_hf.hub.remote import open_remote
+from aitune_hf.hub.remote import Remote, open_remote
 from aitune_hf.hub.target import Target
 from aitune_hf.hub.trust import Trust
 
-__all__ = ["base_repository", "explain_modules", "look_up_modules", "pull_modules", "push_modules"]
+__all__ = ["base_repository", "explain_modules", "look_up_modules", "parse_sources", "pull_modules", "push_modules"]
 
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 _SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]{40}/?")
@@ -57,13 +57,23 @@ def pull_modules(
     Raises:
         ConfigError: if an argument is wrong. A remote that fails is no reason to raise.
     """
+    remotes, trusted = parse_sources(repos, trust, token=token)
+    target = Target(roots, config, name)
+    return pull(target, remotes, revision=revision, trust=trusted, local_only=local_files_only)
+
+
+def parse_sources(
+    repos: str | Path | Sequence[str | Path], trust: object, *, token: str | bool | None = None
+) -> tuple[list[Remote], Trust]:
+    """What ``tuned=`` and ``trust=`` mean. Asks nobody, so that a wrong one is an error before anything is loaded.
+
+    Raises:
+        ConfigError: if one of them means nothing.
+    """
     listed = [repos] if isinstance(repos, (str, Path)) else list(repos)
     if not listed:
         raise ConfigError("tuned names no repository: give 'owner/name', a folder or a URL, or a list of those")
-    trusted = Trust.parse(trust)
-    remotes = [open_remote(repo, token=token) for repo in listed]
-    target = Target(roots, config, name)
-    return pull(target, remotes, revision=revision, trust=trusted, local_only=local_files_only)
+    return [open_remote(repo, token=token) for repo in listed], Trust.parse(trust)
 
 
 def look_up_modules(

@@ -148,6 +148,11 @@ class Trust:
             everything=any(part.everything for part in parts),
         )
 
+    def commit_for(self, source: Source) -> str | None:
+        """The commit to read a source at: the one at which alone its repo is trusted; None if there is no such one."""
+        commits = {trusted.commit for trusted in self.repos if trusted.repo == source.repo}
+        return commits.pop() if len(commits) == 1 and not self.everything else None
+
     def decide(self, source: Source, manifest_bytes: bytes) -> Decision:
         """Whether a native engine with this manifest may be loaded. Ask before its files are fetched, too."""
         if source.signature is not None:

@@ -158,6 +158,20 @@ def test_what_is_no_place_is_an_error_at_once(hub: FakeHub, machine: Machines, r
         machine("mine").pull(Block(), repo)
 
 
+@pytest.mark.parametrize(
+    "repo",
+    ["https://huggingface.co/me/tuned", "https://huggingface.co/me/tuned/", "https://hf.co/me/tuned", "hf://me/tuned"],
+)
+def test_the_address_of_a_repository_is_its_name(repo: str) -> None:
+    assert open_remote(repo).url == "me/tuned"
+
+
+@pytest.mark.parametrize("repo", ["https://huggingface.co/me", "https://huggingface.co/datasets/me/x", "hf://me/x/y"])
+def test_other_addresses_of_the_hub_are_no_places(repo: str) -> None:
+    with pytest.raises(ConfigError, match="is no place for engines"):
+        open_remote(repo)
+
+
 def test_the_base_is_read_from_what_the_library_noted(tmp_path: object) -> None:
     assert base_repository("org/name") == "org/name"
     snapshot = "/home/me/hub/models--org--name/snapshots/" + "0" * 40

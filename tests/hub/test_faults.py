@@ -220,3 +220,18 @@ def test_secrets_are_taken_out_of_messages() -> None:
     error = RemoteError("hf_abcdefghijklmnop and https://me:secret@host/x and Bearer xyz", "broken")
     assert str(error) == redacted(str(error))
     assert not any(secret in str(error) for secret in ("hf_abc", "secret", "xyz"))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://me:p@ss@host/x", "https://***host/x"),
+        ("s3://key:se:cr@et@bucket/x: no", "s3://***bucket/x: no"),
+        ("https://host/x?X-Amz-Signature=abc&t=1 failed", "https://host/x failed"),
+        ("'https://host/x?token=abc'", "'https://host/x'"),
+        ("https://me@host/a?b=c@d#e", "https://***host/a"),
+        ("mail me@host, what?", "mail me@host, what?"),
+    ],
+)
+def test_passwords_and_queries_are_taken_out_of_addresses(text: str, shown: str) -> None:
+    assert redacted(text) == shown

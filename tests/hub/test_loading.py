@@ -80,6 +80,16 @@ def test_a_wrong_argument_does(hub: FakeHub, machine: Machines, folder: Path) ->
         AITunePipeline.from_pretrained(folder, config=machine("mine").config(), tuned=REPO, trust=5)
 
 
+def test_a_wrong_argument_is_found_before_anything_is_loaded(hub: FakeHub, tmp_path: Path) -> None:
+    for load in (AITunePipeline.from_pretrained, AITuneModel.from_pretrained):
+        with pytest.raises(ConfigError, match="is no place for engines"):
+            load(tmp_path / "nothing", tuned="nonsense")
+        with pytest.raises(ConfigError, match="trust="):
+            load(tmp_path / "nothing", tuned=REPO, trust="no/such/thing")
+        with pytest.raises(ConfigError, match="trust="):
+            load(tmp_path / "nothing", trust=5)
+
+
 def test_weights_go_along_when_asked(hub: FakeHub, machine: Machines, folder: Path) -> None:
     pipe = AITunePipeline.from_pretrained(folder, config=machine("mine").config())
     pipe.tune([CALL])

@@ -49,6 +49,22 @@ def test_a_pinned_commit_that_was_pulled_asks_nobody(hub: FakeHub, machine: Mach
     assert again.repos == (f"{REPO}@{pushed[:12]}",)
 
 
+def test_a_miss_at_a_pinned_commit_is_asked_for_once(hub: FakeHub, machine: Machines, pushed: str) -> None:
+    for count in (1, 0):
+        with hub.counted() as requests:
+            found = machine("theirs").look_up(Block(), REPO, revision=pushed)
+        assert found.reason == "no engines for this pipeline structure"
+        assert found.commit == pushed
+        assert len(requests) == count
+
+
+def test_a_miss_at_a_branch_is_asked_for_again(hub: FakeHub, machine: Machines, pushed: str) -> None:
+    assert machine("theirs").look_up(Block(), REPO).reason
+    machine("mine").tuned(Block())
+    machine("mine").push(Block(), REPO)
+    assert machine("theirs").look_up(Block(), REPO).hits
+
+
 def test_the_clients_own_cache_serves_offline(
     hub: FakeHub, machine: Machines, pushed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

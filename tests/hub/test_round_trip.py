@@ -16,7 +16,7 @@ from sharing_kit import Block, Machine, Many, PlainBackend, X, call, elsewhere
 from aitune_hf import TuneConfig, pull_tuned, push_tuned, stats, tune
 from aitune_hf.backends import registry
 from aitune_hf.backends.base import Recipe
-from aitune_hf.errors import HubError
+from aitune_hf.errors import ConfigError, HubError
 from aitune_hf.hub.explain import explain_remote
 from aitune_hf.hub.publish import push
 from aitune_hf.hub.pull import pull
@@ -140,7 +140,9 @@ def test_an_untrusted_engine_is_not_fetched_and_leaves_its_recipe(
     verdict = target.verdicts(module)[0]
     hints = read_hints(theirs.target(module).store, verdict.hierarchy_hash, verdict.graph.key)
     assert [(hint.backend, hint.options) for hint in hints] == [("fake", {"level": 3})]
-    assert lines() == []
+    (line,) = lines()
+    assert "1 engines of me/tuned@" in line
+    assert f"give trust='{REPO}@{hub.repos[REPO].head.oid}'" in line
 
 
 def test_tune_builds_the_recipe_first(hub: FakeHub, machine: Machines) -> None:
@@ -163,10 +165,38 @@ def test_trust_in_one_commit_covers_no_other(hub: FakeHub, machine: Machines) ->
     good = machine("mine").push(module, REPO).commit
     machine("mine").with_options(level=2).tuned(Block(2))
     machine("mine").push(Block(2), REPO)
-    newest = machine("theirs").pull(Block(), REPO, trust=f"{REPO}@{good}")
+    newest = machine("theirs").pull(Block(), REPO, trust=f"{REPO}@{good}", revision="main")
     assert [outcome.answer for outcome in newest.modules] == ["recipe"]
     pinned = machine("theirs").pull(Block(), REPO, trust=f"{REPO}@{good}", revision=good)
     assert [outcome.answer for outcome in pinned.modules] == ["hit"]
+
+
+def test_a_repository_trusted_at_one_commit_is_read_there(hub: FakeHub, machine: Machines) -> None:
+    machine("mine").tuned(Block())
+    good = machine("mine").push(Block(), REPO).commit
+    machine("mine").with_options(level=2).tuned(Block(2))
+    later = machine("mine").push(Block(2), REPO).commit
+    pinned = machine("theirs").pull(Block(), REPO, trust=f"{REPO}@{good}")
+    assert [outcome.answer for outcome in pinned.modules] == ["hit"]
+    assert pinned.repos == (f"{REPO}@{good[:12]}",)
+    for trust in ([f"{REPO}@{good}", f"{REPO}@{later}"], [f"{REPO}@{good}", REPO], True, None):
+        newest = machine("others").pull(Block(), REPO, trust=trust)
+        assert newest.repos == (f"{REPO}@{later[:12]}",)
+
+
+def test_a_name_may_say_the_commit(hub: FakeHub, machine: Machines) -> None:
+    machine("mine").tuned(Block())
+    good = machine("mine").push(Block(), REPO).commit
+    hub.repos[REPO].commit({}, "all gone")
+    for name in (f"{REPO}@{good}", f"https://huggingface.co/{REPO}@{good}", f"hf://{REPO}@{good}"):
+        assert machine(name.replace("/", " ")).pull(Block(), name).repos == (f"{REPO}@{good[:12]}",)
+        assert machine("theirs").look_up(Block(), name).hits
+    with pytest.raises(ConfigError, match="names a commit already"):
+        machine("theirs").pull(Block(), f"{REPO}@{good}", revision="main")
+    with pytest.raises(ConfigError, match="for a branch give revision="):
+        machine("theirs").pull(Block(), f"{REPO}@main")
+    with pytest.raises(ConfigError, match="cannot be added to"):
+        machine("mine").push(Block(), f"{REPO}@{good}")
 
 
 @pytest.mark.parametrize(
