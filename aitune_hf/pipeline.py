@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +43,8 @@ __all__ = [
     "modules_of",
     "pull_target",
     "push_target",
-    "push_weights",
     "tune_target",
+    "weights_upload",
 ]
 
 
@@ -84,33 +86,45 @@ class SharingMixin:
         token: str | bool | None = None,
         force: bool = False,
         signing_key: bytes | None = None,
+        **weights_options: Any,
     ) -> PushResult:
         """Share the engines this pipeline or model uses, in one commit on top of what is there.
 
+        Unlike the method of this name that its own class may have, it uploads no weights unless it is told to.
+
         Args:
             repo_id: ``"owner/name"`` on the Hub (made if it is not there), or any URL that fsspec knows.
-            weights: upload the weights too, as its own class does.
+            weights: upload the weights too, as its own class does, once the engines are found to be there and may go.
             private: whether a repository that is made now is private.
             revision: branch to push to.
             token: as everywhere in huggingface_hub.
-            force: publish engines of a private or gated base to a public repository; replace a damaged record.
+            force: publish engines of a private or gated base to a public repository; replace a damaged record, and
+                engines that are there already.
             signing_key: private Ed25519 key as PEM text, to sign with; see ``SECURITY.md``.
+            weights_options: with ``weights=True``, what else its own class's method takes (``safe_serialization``, …).
 
         Returns:
             What was added and what was there. ``print(result.summary())``.
 
         Raises:
             HubError: if there is nothing to push, it may not be pushed there, or the remote fails.
+            ConfigError: if an argument is wrong, or its own class cannot upload the weights that way.
         """
+        upload = None
         if weights:
-            push_weights(
-                getattr(super(), "push_to_hub", None),
-                repo_id,
-                private=private,
-                revision=revision,
-                commit_message=commit_message,
-                create_pr=create_pr or None,
-                token=token,
+            known = {
+                "private": private,
+                "revision": revision,
+                "commit_message": commit_message,
+                "create_pr": create_pr or None,
+                "token": token,
+            }
+            given = {name: value for name, value in known.items() if value is not None}
+            upload = weights_upload(getattr(super(), "push_to_hub", None), repo_id, {**given, **weights_options})
+        elif weights_options:
+            names = ", ".join(sorted(weights_options))
+            raise ConfigError(
+                f"push_to_hub shares engines and takes no {names}; with weights=True it uploads weights too"
             )
         return push_target(
             self,
@@ -123,6 +137,7 @@ class SharingMixin:
             token=token,
             force=force,
             signing_key=signing_key,
+            first=upload,
         )
 
     def pull_tuned(
@@ -297,11 +312,20 @@ def explain_target(target: Any, repo: str | Path, **options: Any) -> str:
     return explain_modules(modules_of(target), target._aitune_config, repo, name=type(target).__name__, **options)
 
 
-def push_weights(push: Callable[..., Any] | None, repo_id: str, **options: Any) -> None:
-    """Upload a pipeline or model as its own class does."""
+def weights_upload(push: Callable[..., Any] | None, repo_id: str, options: dict[str, Any]) -> Callable[[], Any]:
+    """What uploads a pipeline or model as its own class does. Raises ``ConfigError`` where that takes no such options."""
     if push is None:
         raise ConfigError("weights=True: the class of this object has no push_to_hub of its own; leave weights out")
-    push(repo_id, **{name: value for name, value in options.items() if value is not None})
+    parameters = inspect.signature(push).parameters
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    # What is swallowed without a word would send the weights to the main branch.
+    unknown = [name for name in options if name not in parameters and (name == "revision" or not takes_all)]
+    if unknown:
+        raise ConfigError(
+            f"weights=True: {push.__qualname__} takes no {', '.join(unknown)}, so the weights cannot be uploaded that way; "
+            "leave it out, or push the engines alone (weights=False)"
+        )
+    return partial(push, repo_id, **options)
 
 
 def _name_or_path(target: Any) -> Any:

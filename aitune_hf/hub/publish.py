@@ -75,6 +75,7 @@ def push(
     create_pr: bool = False,
     force: bool = False,
     signing_key: bytes | None = None,
+    first: Callable[[], object] | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> PushResult:
     """Add a pipeline's engines to a remote, in one commit. What others put there stays, and so do engines that are there.
@@ -85,6 +86,8 @@ def push(
         force: publish engines of a private or gated base to a public repository; replace a damaged record, and engines
             that are there already.
         signing_key: a private key as PEM text; each manifest is signed with it, also those that are there already.
+
+        first: done once the engines are collected and may go there, before they do: uploads what belongs to them.
 
     Raises:
         HubError: if there is nothing to push, if it may not be pushed there, or if the remote fails.
@@ -109,6 +112,11 @@ def push(
             repository = remote.head() if revision is not None else None
             attempt.check_audience(Head(commit="", private=private) if repository is None else repository)
             remote.create(revision=revision, private=private)
+            head = remote.head(revision)
+        if first is not None and head is not None:
+            attempt.check_audience(head)
+            first()
+            head = None  # It may have moved on.
         return attempt.until_landed(head, sleep)
 
 

@@ -12,7 +12,7 @@ from sharing_kit import Machine
 
 from aitune_hf import AITuneModel, AITunePipeline
 from aitune_hf.cli import main
-from aitune_hf.errors import ConfigError
+from aitune_hf.errors import ConfigError, HubError
 
 REPO = "me/tuned"
 Machines = Callable[[str], Machine]
@@ -100,6 +100,34 @@ def test_weights_go_along_when_asked(hub: FakeHub, machine: Machines, folder: Pa
     card = hub.repos["me/all"].head.files["README.md"][0].decode()
     assert "library_name: diffusers" in card
     assert "## Tuned engines for DDPMPipeline" in card
+
+
+def test_weights_wait_for_engines_that_may_be_pushed(hub: FakeHub, machine: Machines, folder: Path) -> None:
+    pipe = AITunePipeline.from_pretrained(folder, config=machine("mine").config())
+    with pytest.raises(HubError, match="no engines of DDPMPipeline to push"):
+        pipe.push_to_hub("me/all", weights=True)
+    assert "me/all" not in hub.repos
+    pipe.tune([CALL])
+    pipe.register_to_config(_name_or_path="org/secret")  # which nobody can see
+    with pytest.raises(HubError, match="org/secret is private or gated, or gone"):
+        pipe.push_to_hub("me/all", weights=True)
+    assert "me/all" not in hub.repos
+
+
+def test_what_the_classes_own_upload_cannot_do_is_an_error_at_once(
+    hub: FakeHub, machine: Machines, folder: Path
+) -> None:
+    pipe = AITunePipeline.from_pretrained(folder, config=machine("mine").config())
+    pipe.tune([CALL])
+    with pytest.raises(ConfigError, match="push_to_hub takes no revision"):
+        pipe.push_to_hub("me/all", weights=True, revision="next")
+    with pytest.raises(ConfigError, match="push_to_hub takes no colour"):
+        pipe.push_to_hub("me/all", weights=True, colour="red")
+    with pytest.raises(ConfigError, match="takes no safe_serialization; with weights=True"):
+        pipe.push_to_hub("me/all", safe_serialization=False)
+    assert "me/all" not in hub.repos
+    pipe.push_to_hub("me/all", weights=True, variant="fp32")
+    assert "unet/diffusion_pytorch_model.fp32.safetensors" in hub.repos["me/all"].head.files
 
 
 def test_a_model_comes_with_its_engines(hub: FakeHub, machine: Machines, tmp_path: Path) -> None:
