@@ -33,7 +33,7 @@ class Bundle:
 def collect(target: Target, folder: Path, signing_key: bytes | None = None) -> Bundle:
     """Copy the engines that a pipeline uses into ``folder``, every byte checked.
 
-    Only winners are taken, not what was tried beside them.
+    Only winners are taken, not what was tried beside them; and what was built for machines that are not here.
     """
     tuned: dict[str, TunedIn] = {}
     shelf = _Shelf(target=target, folder=folder, signing_key=signing_key)
@@ -47,6 +47,14 @@ def collect(target: Target, folder: Path, signing_key: bytes | None = None) -> B
         place = tuned.get(environment.tag)
         # Modules of equal structure may use different engines: those that hold weights.
         tuned[environment.tag] = place.merged(mine) if place else mine
+    for kind, paths in target.unverified_paths.items():
+        for path in paths:
+            module = target.module(path)
+            if module is not None:
+                structure = target.structure(module)
+                found = tuple(shelf.shared(each, module) for each in target.unverified_verdicts(module, kind))
+                mine = TunedIn(environment=kind, modules={path: structure}, verdicts={structure: found})
+                tuned[kind.tag] = tuned[kind.tag].merged(mine) if kind.tag in tuned else mine
     record = PipelineRecord(
         pipeline_hash=target.pipeline_hash,
         pipeline=target.name,

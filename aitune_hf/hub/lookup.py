@@ -28,6 +28,7 @@ class Finding:
         structure: its hierarchy hash.
         verdicts: per graph, the engines that fit, the fastest first; empty if none does. Where several take the same
             shapes, the first that may run here is used.
+        unverified: per graph, engines that were built for this kind of machine on another one, and never timed.
         reason: why there is none, or in what the nearest one does not fit.
         elsewhere: per graph, engines for other machines: their recipes may be worth a try.
     """
@@ -35,19 +36,20 @@ class Finding:
     path: str
     structure: str
     verdicts: tuple[SharedVerdict, ...] = ()
+    unverified: tuple[SharedVerdict, ...] = ()
     reason: str = ""
     elsewhere: tuple[SharedEngine, ...] = ()
 
     @property
     def engines(self) -> list[SharedEngine]:
         """Those that fit."""
-        return [engine for verdict in self.verdicts for engine in verdict.engines]
+        return [engine for verdict in (*self.verdicts, *self.unverified) for engine in verdict.engines]
 
     @property
     def first_choices(self) -> list[SharedEngine]:
         """Of those that take the same shapes, the first."""
         chosen: dict[tuple[str, str], SharedEngine] = {}
-        for verdict in self.verdicts:
+        for verdict in (*self.verdicts, *self.unverified):
             for engine in verdict.engines:
                 chosen.setdefault((verdict.graph.key, engine.shapes), engine)
         return list(chosen.values())
@@ -176,9 +178,12 @@ def _finding(target: Target, path: str, module: nn.Module, places: Sequence[Tune
     here_first = sorted(places, key=lambda tuned: _distance(here, tuned.environment))
     fit = Fit(target=target, module=module, here=here)
     verdicts: dict[str, SharedVerdict] = {}
+    unverified: dict[str, SharedVerdict] = {}
     reasons: list[str] = []
     elsewhere: list[SharedEngine] = []
     for tuned in here_first:
+        is_unverified = tuned.environment == tuned.environment.for_plans()
+        known = unverified if is_unverified else verdicts
         for verdict in tuned.verdicts.get(structure, ()):
             found = []
             for engine in verdict.engines:
@@ -187,14 +192,23 @@ def _finding(target: Target, path: str, module: nn.Module, places: Sequence[Tune
                     found.append(engine)
                 else:
                     reasons.append(reason)
-                    elsewhere.append(engine)
+                    if not is_unverified:  # A recipe that was never timed is no hint.
+                        elsewhere.append(engine)
             # For which shapes eager is faster is for this machine to measure: a stranger's word would end its tuning.
-            mine = verdicts.get(verdict.graph.key)
+            mine = known.get(verdict.graph.key)
             added = replace(verdict, engines=tuple(found), lost=())
-            verdicts[verdict.graph.key] = mine.merged(added) if mine else added
+            known[verdict.graph.key] = mine.merged(added) if mine else added
     chosen = tuple(verdict for verdict in verdicts.values() if verdict.engines)
-    reason = "" if chosen else (reasons[0] if reasons else "eager was faster there")
-    return Finding(path=path, structure=structure, verdicts=chosen, reason=reason, elsewhere=tuple(elsewhere))
+    never_run = tuple(verdict for verdict in unverified.values() if verdict.engines)
+    reason = "" if chosen or never_run else (reasons[0] if reasons else "eager was faster there")
+    return Finding(
+        path=path,
+        structure=structure,
+        verdicts=chosen,
+        unverified=never_run,
+        reason=reason,
+        elsewhere=tuple(elsewhere),
+    )
 
 
 def _distance(here: Environment, other: Environment) -> tuple[bool, int]:

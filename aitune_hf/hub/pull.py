@@ -152,18 +152,17 @@ class _Pull:
                 taken += [str(record.key.entry_path) for record in local.engines]
                 reason = reason or ("" if local.engines else "eager was faster when it was tuned here")
                 continue
-            admitted: dict[str, SharedEngine] = {}
-            for engine in verdict.engines:
-                if engine.shapes in admitted:
-                    continue  # A better one takes these shapes.
-                answer = self._engine(engine, verdict, finding, fetcher)
-                if isinstance(answer, Admitted):
-                    admitted[engine.shapes] = engine
-                else:
-                    refused.append((engine, answer))
+            admitted = self._admitted(finding, verdict, fetcher, refused)
             if admitted:
-                self._keep(finding, verdict, list(admitted.values()))
-                taken += [str(engine.key.entry_path) for engine in admitted.values()]
+                self._keep(finding, verdict, admitted)
+                taken += [str(engine.key.entry_path) for engine in admitted]
+                answers.add("hit")
+        for verdict in () if answers else finding.unverified:  # What was timed comes first.
+            admitted = self._admitted(finding, verdict, fetcher, refused)
+            if admitted:
+                records = [_as_local(engine.record) for engine in admitted]
+                self.target.keep_unverified(finding.path, verdict.graph, records)
+                taken += [str(engine.key.entry_path) for engine in admitted]
                 answers.add("hit")
         if refused:
             reason = refused[0][1].reason
@@ -181,6 +180,25 @@ class _Pull:
             engines=tuple(dict.fromkeys(taken)),
             repo=found.repo,
         )
+
+    def _admitted(
+        self,
+        finding: Finding,
+        verdict: SharedVerdict,
+        fetcher: Fetcher,
+        refused: list[tuple[SharedEngine, Refused]],
+    ) -> list[SharedEngine]:
+        """Of the engines for each shapes, the first that may run here; those before it go to ``refused``."""
+        admitted: dict[str, SharedEngine] = {}
+        for engine in verdict.engines:
+            if engine.shapes in admitted:
+                continue
+            answer = self._engine(engine, verdict, finding, fetcher)
+            if isinstance(answer, Admitted):
+                admitted[engine.shapes] = engine
+            else:
+                refused.append((engine, answer))
+        return list(admitted.values())
 
     def _engine(
         self, engine: SharedEngine, verdict: SharedVerdict, finding: Finding, fetcher: Fetcher
