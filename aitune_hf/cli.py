@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from aitune_hf.cache import LocalStore, default_cache_dir
-from aitune_hf.errors import AITuneError
+from aitune_hf.errors import AITuneError, ConfigError
 from aitune_hf.version import __version__
 
 __all__ = ["main"]
@@ -117,25 +117,55 @@ def _add_sharing(commands: Any) -> None:
             )
             command.add_argument("--message", help="of the commit")
             command.add_argument("--create-pr", action="store_true", help="open a pull request")
-            command.add_argument("--force", action="store_true", help="publish engines of a private or gated base")
+            command.add_argument(
+                "--force", action="store_true", help="publish engines of a private or gated base; replace what is there"
+            )
             command.add_argument("--signing-key", type=Path, help="PEM file of a private key to sign with")
         if name == "pull":
             command.add_argument(
                 "--trust", action="append", help="owner/name@commit, owner/name, or a file; repeatable"
             )
 
+    keygen = commands.add_parser("keygen", help="make a key to sign engines with; prints the public one")
+    keygen.add_argument("file", type=Path, help="where the private key goes: a new file, for its owner alone")
+    keygen.set_defaults(run=_keygen)
+
+
+def _keygen(arguments: argparse.Namespace) -> int:
+    from aitune_hf.hub.signature import generate_key
+
+    pair = generate_key()
+    path: Path = arguments.file
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(pair.private)
+    except OSError as error:
+        raise ConfigError(f"the private key cannot be written to {path}: {error.strerror or error}") from error
+    print(pair.public.decode(), end="")
+    return 0
+
+
+def _signing_key(path: Path | None) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the signing key {path} cannot be read: {error.strerror or error}") from error
+
 
 def _share(arguments: argparse.Namespace) -> int:
     from aitune_hf.model import AITuneModel
-    from aitune_hf.pipeline import AITunePipeline, explain_target, look_up_target
+    from aitune_hf.pipeline import AITunePipeline, checked_sources, explain_target, look_up_target
 
+    # What is wrong with these is said before the pipeline is loaded.
+    trust = checked_sources(arguments.repo, getattr(arguments, "trust", None))
+    key = _signing_key(getattr(arguments, "signing_key", None))
     if arguments.model:
         target = AITuneModel.from_pretrained(arguments.pipeline)
     else:
         target = AITunePipeline.from_pretrained(arguments.pipeline, task=arguments.task)
     known = {"revision": arguments.revision}
     if arguments.action == "push":
-        key: Path | None = arguments.signing_key
         result = target.push_to_hub(
             arguments.repo,
             weights=arguments.weights,
@@ -143,13 +173,13 @@ def _share(arguments: argparse.Namespace) -> int:
             commit_message=arguments.message,
             create_pr=arguments.create_pr,
             force=arguments.force,
-            signing_key=key.read_bytes() if key is not None else None,
+            signing_key=key,
             **known,
         )
         print(result.summary())
         return 0
     if arguments.action == "pull":
-        pulled = target.pull_tuned(arguments.repo, trust=arguments.trust, **known)
+        pulled = target.pull_tuned(arguments.repo, trust=trust, **known)
         print(pulled.summary())
         return 0 if pulled.hits else 1
     if arguments.action == "lookup":

@@ -158,3 +158,36 @@ def test_the_command_line(
         assert "no engines for this pipeline structure" in capsys.readouterr().out
     assert main(["explain", REPO, str(folder)]) == 0
     assert "it has none at all" in capsys.readouterr().out
+
+
+def test_keygen_writes_a_key_for_its_owner_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("cryptography")
+    from aitune_hf.hub.signature import PublicKey, sign_manifest, verify
+
+    path = tmp_path / "private.pem"
+    assert main(["keygen", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert "PRIVATE" not in shown
+    assert verify(PublicKey.from_pem(shown.encode()), b"text", sign_manifest(path.read_bytes(), b"text"))
+    before = path.read_bytes()
+    assert main(["keygen", str(path)]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["push", REPO, "nothing", "--signing-key", "missing.pem"], "the signing key missing.pem cannot be read"),
+        (["push", "nonsense", "nothing"], "is no place for engines"),
+        (["pull", REPO, "nothing", "--trust", "no/such/thing"], "trust='no/such/thing' is neither"),
+    ],
+)
+def test_a_wrong_argument_on_the_command_line_is_one_line(
+    hub: FakeHub, capsys: pytest.CaptureFixture[str], command: list[str], said: str
+) -> None:
+    assert main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert hub.requests == []
