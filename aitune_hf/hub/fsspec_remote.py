@@ -56,7 +56,8 @@ class FsspecRemote:
         """The file system and the folder in it. Making one may load libraries, look for credentials, or connect."""
         from fsspec.core import url_to_fs
 
-        return self._try("open it", partial(url_to_fs, self._where))
+        opened: tuple[Any, str] = self._try("open it", partial(url_to_fs, self._where))
+        return opened
 
     @property
     def _fs(self) -> Any:
