@@ -33,6 +33,7 @@ from aitune_hf.tuning.report import TuningReport
 from aitune_hf.tuning.summary import summarize
 from aitune_hf.tuning.tuner import EngineTuner
 from aitune_hf.tuning.unverified import read_unverified_modules
+from aitune_hf.tuning.worth import Worth
 
 __all__ = ["make_tuner", "record_name", "record_samples", "restore_modules", "stats_of", "tune_heads", "tune_modules"]
 
@@ -89,6 +90,7 @@ def tune_modules(
     tuner.rank = rank or Rank()
     session = TuningSession(config, tuner)
     session.replaying = True  # Nothing is tuned in the middle of a call: that comes after the recording.
+    worth = Worth(min_share=config.min_share)
     with tuner, ExitStack() as undo:
         for root in roots.values():
             undo.callback(unpatch_tree, root)
@@ -101,13 +103,14 @@ def tune_modules(
             if config.mode != "inspect":
                 if tuner.rank.count > 1:
                     _agree_on_times(session, tuner, roots)
-                tune_heads(session, tuner.rank)
+                worth = _worth(session, tuner, roots)
+                tune_heads(session, tuner.rank, worth)
                 if isinstance(config.chosen_strategy, OneBackend):
                     _require_engines(session, tuner)
             quality = _hold_quality(session, tuner, drive, samples, eager)
             report = summarize(session, tuner, len(samples), start, quality)
         _settle(roots)
-        _remember(roots, tuner)
+        _remember(roots, tuner, worth)
         undo.pop_all()
     return report
 
@@ -217,8 +220,19 @@ def _agree_on_times(session: TuningSession, tuner: EngineTuner, roots: Mapping[s
                 graph.seconds *= ratio
 
 
-def tune_heads(session: TuningSession, rank: Rank) -> None:
+def _worth(session: TuningSession, tuner: EngineTuner, roots: Mapping[str, nn.Module]) -> Worth:
+    record: Mapping[str, Any] = tuner.store.read_record(record_name(roots, tuner)) or {}
+    small = record.get("small")
+    return Worth(
+        min_share=session.config.min_share,
+        decided={head.label for head in session.heads if tuner.has_decided(head)},
+        small_before=small if isinstance(small, list) else (),
+    )
+
+
+def tune_heads(session: TuningSession, rank: Rank, worth: Worth | None = None) -> None:
     """Tune what was recorded at the top, the slowest first, shared out over the ranks."""
+    worth = worth or Worth(min_share=session.config.min_share)
     total = sum(head.recorder.seconds for head in session.heads) or 1.0
     heads = sorted(session.heads, key=lambda head: -head.recorder.seconds)
     heads = shared_out(heads, rank, structure=PatchedModule._get_hierarchy_hash, size=parameter_count)
@@ -227,10 +241,9 @@ def tune_heads(session: TuningSession, rank: Rank) -> None:
         if head.state is not ModuleState.RECORDING:
             continue
         spread = spread_over_processes(head.module)
-        if spread is not None:
-            head.keep_eager(spread)
-        elif share < session.config.min_share:
-            head.keep_eager(f"takes {share:.2%} of the time (min_share is {session.config.min_share:.2%})")
+        objection = spread if spread is not None else worth.objection(head.label, share)
+        if objection is not None:
+            head.keep_eager(objection)
         else:
             head.tune()
 
@@ -249,10 +262,11 @@ def record_name(roots: Mapping[str, nn.Module], tuner: EngineTuner) -> str:
     return target_record_name(pipeline_hash(roots), tuner.policy[:8])
 
 
-def _remember(roots: Mapping[str, nn.Module], tuner: EngineTuner) -> None:
+def _remember(roots: Mapping[str, nn.Module], tuner: EngineTuner, worth: Worth) -> None:
     """Note which modules of this target are tuned, so that the next process need not look at all of them."""
     paths = [p.path for root in roots.values() for p in patched_modules(root) if p.state is ModuleState.TUNED]
-    tuner.store.write_record(record_name(roots, tuner), {"schema": 1, "modules": sorted(paths)})
+    record = {"schema": 1, "modules": sorted(paths), "small": sorted(worth.small)}
+    tuner.store.write_record(record_name(roots, tuner), record)
 
 
 def restore_modules(roots: Mapping[str, nn.Module], config: TuneConfig) -> int:

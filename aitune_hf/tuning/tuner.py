@@ -96,6 +96,10 @@ class EngineTuner:
         """Engines that the cache has for this module's structure; each is checked at its first call."""
         return self.book.restored(self._subject(patched))
 
+    def has_decided(self, patched: PatchedModule) -> bool:
+        """True if the cache has a verdict for some graph of this module's structure."""
+        return self.book.knows(self._subject(patched))
+
     def blocks(self, patched: PatchedModule) -> list[PatchedModule]:
         """See :class:`~aitune_hf.jit.session.GraphTuner`."""
         blocks = repeated_blocks(patched, self.config)

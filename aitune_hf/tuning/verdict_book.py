@@ -130,6 +130,10 @@ class VerdictBook:
                 return chosen
         return None
 
+    def knows(self, subject: Subject) -> bool:
+        """True if there is a verdict for some graph of a structure."""
+        return bool(verdicts_of(self.store, subject.hierarchy_hash, subject.environment, self.policy))
+
     def restored(self, subject: Subject) -> tuple[list[InstalledEngine], dict[str, str]] | None:
         """Engines for a module that was not recorded; each must be checked at its first call."""
         verdicts = verdicts_of(self.store, subject.hierarchy_hash, subject.environment, self.policy)
