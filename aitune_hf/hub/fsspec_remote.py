@@ -41,10 +41,10 @@ class FsspecRemote:
     pinned: str | None = None
 
     def __init__(self, url: str) -> None:
-        from fsspec import available_protocols
+        from fsspec.registry import known_implementations, registry
 
         protocols = [part.partition("://")[0] for part in url.split("::")]
-        unknown = [each for each in protocols if each not in available_protocols()]
+        unknown = [each for each in protocols if each not in known_implementations and each not in registry]
         if unknown:
             raise ConfigError(f"{redacted(url)}: fsspec knows no file system {unknown[0]!r}")
         self._where = url
@@ -75,6 +75,7 @@ class FsspecRemote:
     def head(self, revision: str | None = None) -> Head | None:
         """See :class:`~aitune_hf.hub.remote.Remote`. There is one state only, and it is always there."""
         self._refuse(revision)
+        self._forget()
         return Head(commit="")
 
     def create(self, *, revision: str | None, private: bool | None) -> None:
@@ -85,6 +86,7 @@ class FsspecRemote:
         """See :class:`~aitune_hf.hub.remote.Remote`."""
         self._refuse(revision)
         self._reach(local_only)
+        self._forget()
         data = self._try(f"read {path}", lambda: self._bytes(path, max_bytes))
         return Reading(data=data, commit="")
 
@@ -269,6 +271,10 @@ class FsspecRemote:
         except Exception as error:
             line = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise RemoteError(f"{self.url}: cannot {what}: {line}", "unreachable") from error
+
+    def _forget(self) -> None:
+        """Look anew: clients of buckets remember listings and sizes for as long as the process lives."""
+        self._try("read it", lambda: self._fs.invalidate_cache())
 
     def _reach(self, local_only: bool) -> None:
         if local_only and not self._is_local:

@@ -86,7 +86,6 @@ def push(
         force: publish engines of a private or gated base to a public repository; replace a damaged record, and engines
             that are there already.
         signing_key: a private key as PEM text; each manifest is signed with it, also those that are there already.
-
         first: done once the engines are collected and may go there, before they do: uploads what belongs to them.
 
     Raises:
@@ -115,6 +114,7 @@ def push(
             head = remote.head(revision)
         if first is not None and head is not None:
             attempt.check_audience(head)
+            attempt.plan(head)  # What is wrong with the remote is found before anything is uploaded.
             first()
             head = None  # It may have moved on.
         return attempt.until_landed(head, sleep)
@@ -150,8 +150,7 @@ class _Attempt:
             if head is None:
                 raise HubError(f"{self.remote.url} is not there although it was made just now: try again")
             self.check_audience(head)  # By what the remote says, not by what was asked for when it was made.
-            theirs, old = self._record_at(head)
-            upload = plan_upload(self.bundle, theirs, self.remote, head, force=self.force)
+            theirs, old, upload = self.plan(head)
             if theirs is not None and upload.record.to_bytes() == old and (doubtful or not upload.additions):
                 if doubtful is not None:
                     return replace(doubtful, commit=head.commit)
@@ -172,6 +171,11 @@ class _Attempt:
             f"{self.remote.url} was changed by others each of {_ATTEMPTS} times that a commit was tried; try again later. "
             f"The last time: {changed}"
         )
+
+    def plan(self, head: Head) -> tuple[PipelineRecord | None, bytes, Upload]:
+        """The remote's record, its bytes, and what to add. Raises ``HubError`` where something there is damaged."""
+        theirs, old = self._record_at(head)
+        return theirs, old, plan_upload(self.bundle, theirs, self.remote, head, force=self.force)
 
     def _record_at(self, head: Head) -> tuple[PipelineRecord | None, bytes]:
         record = self.bundle.record

@@ -13,6 +13,8 @@ from sharing_kit import Machine
 from aitune_hf import AITuneModel, AITunePipeline
 from aitune_hf.cli import main
 from aitune_hf.errors import ConfigError, HubError
+from aitune_hf.hub.target import Target
+from aitune_hf.pipeline import modules_of, push_target
 
 REPO = "me/tuned"
 Machines = Callable[[str], Machine]
@@ -112,6 +114,11 @@ def test_weights_wait_for_engines_that_may_be_pushed(hub: FakeHub, machine: Mach
     with pytest.raises(HubError, match="org/secret is private or gated, or gone"):
         pipe.push_to_hub("me/all", weights=True)
     assert "me/all" not in hub.repos
+    pipe = AITunePipeline.from_pretrained(folder, config=machine("mine").config())
+    path = f"aitune/v1/pipelines/{Target(modules_of(pipe), machine('mine').config(), 'x').pipeline_hash}.json"
+    hub.add("me/all", {path: b"{}"})
+    with pytest.raises(HubError, match="cannot be read, so it cannot be added to"):
+        push_target(pipe, "me/all", machine("mine").config(), first=lambda: pytest.fail("weights were uploaded"))
 
 
 def test_what_the_classes_own_upload_cannot_do_is_an_error_at_once(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hub_server import FakeHub
 from sharing_kit import Machine, Many
 
@@ -154,3 +156,28 @@ def test_what_somebody_else_built_is_not_signed(machine: Machines, place: str | 
     assert machine("wary").pull(Many(1), place, trust=key).installed == 0
     machine("second").push(Many(1), place, signing_key=pair.private, force=True)
     assert machine("theirs").pull(Many(1), place, trust=key).installed == 1
+
+
+class RememberingFileSystem(MemoryFileSystem):
+    """Remembers what is there and what is not, as clients of buckets do."""
+
+    protocol = "remembering"
+    seen: ClassVar[dict[str, bool]] = {}
+
+    def exists(self, path: str, **kwargs: Any) -> bool:
+        return self.seen.setdefault(path, super().exists(path))
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.seen.clear()
+
+
+def test_what_a_client_remembers_of_a_bucket_is_looked_at_anew(machine: Machines) -> None:
+    fsspec.register_implementation("remembering", RememberingFileSystem, clobber=True)
+    place = f"remembering://{uuid.uuid4().hex}/x"
+    first, second = built(machine, "first"), built(machine, "second")
+    for entry in first.target(Many(1)).store.entries():
+        path = str(entry.manifest.key.entry_path / "manifest.json")
+        assert open_remote(place).present([path], revision=None) == set()
+    assert first.push(Many(1), place).added
+    assert second.push(Many(1), place, sleep=lambda seconds: None).unchanged
+    assert is_whole(machine, place)
