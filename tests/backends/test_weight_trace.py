@@ -35,6 +35,25 @@ def test_rows_that_change_places_are_seen() -> None:
     assert trace_of({"w": tensor}) != before
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int8])
+@pytest.mark.parametrize("other", [-1, 2, 0])
+@pytest.mark.parametrize("width", [1, 2, 8, 100])
+def test_values_that_change_places_are_seen(dtype: torch.dtype, other: int, width: int) -> None:
+    """However alike their bits are, and however near their places."""
+    tensor = torch.ones(6000, dtype=dtype)
+    tensor[1000 : 1000 + width] = other
+    before = trace_of({"w": tensor})
+    for place in (0, 1000 - width, 1000 + width, 1000 + 3 * width, 5000):
+        moved = tensor.clone()
+        moved[1000 : 1000 + width] = tensor[place : place + width]
+        moved[place : place + width] = other
+        kept = tensor.clone()
+        tensor.copy_(moved)
+        assert trace_of({"w": tensor}) != before
+        tensor.copy_(kept)
+    assert trace_of({"w": tensor}) == before
+
+
 def test_a_sample_sees_what_changes_whole_tensors() -> None:
     """Whatever their type and layout."""
     tensors = [
