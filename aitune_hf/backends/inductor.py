@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import queue
 import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import torch
 from aitune_hf.backends.aoti_compile import compile_package, compiler, compiler_options
 from aitune_hf.backends.aoti_package import AOTIPackage, missing_loader
 from aitune_hf.backends.base import BuildRequest, BuildResult, Engine, LoadRequest, Recipe
+from aitune_hf.backends.call_gate import ONCE, CallGate
 from aitune_hf.backends.constants import Constant, memory_key, resolve
 from aitune_hf.backends.cuda_graphs import GraphedEngine
 from aitune_hf.backends.requirements import unmet_requirement
@@ -123,8 +124,8 @@ class InductorBackend:
 class InductorEngine:
     """A package bound to one module.
 
-    Calls take one of ``threads`` tokens, and :meth:`rebind` takes all of them: so it waits for the calls that run and
-    holds back new ones, at the price of two operations of a C queue (about 0.1 µs) a call.
+    As many calls as ``threads`` run at once. :meth:`rebind` waits for them and holds back new ones. Once weights do not fit
+    any more, those that did are let go of, and calls are refused until a :meth:`rebind` succeeds.
     """
 
     def __init__(self, request: LoadRequest) -> None:
@@ -151,13 +152,11 @@ class InductorEngine:
         self._bound: dict[str, torch.Tensor] = {}
         self._release = weakref.finalize(self, _let_go, package, self._bound)
         self._rebinding = threading.Lock()
-        self._tokens: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._threads = threads
-        self._run = package.run
-        self._take, self._give = self._tokens.get, self._tokens.put
+        self._gate = CallGate(threads)
+        self._take, self._give = self._gate.take, self._gate.give
+        self._run = _no_weights
+        self._is_ready = False
         self._bind(live)
-        for token in range(threads):
-            self._give(token)
 
     @property
     def device(self) -> torch.device:
@@ -166,36 +165,34 @@ class InductorEngine:
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run; see :class:`aitune_hf.backends.base.Engine`."""
-        token = self._take()
+        held: list[int] = []
         try:
+            held += map(self._take, ONCE)
             return self._run(inputs)
         finally:
-            self._give(token)
+            if held:
+                self._give(held[0])
 
     def rebind(self) -> None:
         """Take up the module's tensors again; does nothing where none has moved."""
         with self._rebinding:
             if self._package is None:
                 raise EngineLoadError(f"{self._path}: the engine is closed")
-            live = self._resolve()
-            if all(memory_key(self._bound[name]) == memory_key(tensor) for name, tensor in live.items()):
-                return
-            self._drain()
             try:
-                self._bind(live)
-            finally:
-                self._refill()
+                live = self._resolve()
+            except EngineLoadError:
+                if not self._is_frozen:
+                    self._gate.alone(self._unbind)
+                raise
+            if not self._is_ready or any(
+                memory_key(self._bound[name]) != memory_key(tensor) for name, tensor in live.items()
+            ):
+                self._gate.alone(partial(self._bind, live))
 
     def close(self) -> None:
         """Wait for running calls, then let go of the library, the weights and all files."""
         with self._rebinding:
-            if self._package is None:
-                return
-            self._drain()
-            self._package = None
-            self._run = _closed
-            self._release()
-            self._refill()
+            self._gate.alone(self._end)
 
     def _resolve(self) -> dict[str, torch.Tensor]:
         module = self._module()
@@ -205,24 +202,26 @@ class InductorEngine:
 
     def _bind(self, live: Mapping[str, torch.Tensor]) -> None:
         assert self._package is not None
-        if self._is_frozen:
-            return
-        views = {name: tensor.detach() for name, tensor in live.items()}
-        try:
-            self._package.bind(views)
-        except EngineLoadError as error:
-            raise EngineLoadError(f"{self._path}: {error}") from error
-        old = dict(self._bound)
-        self._bound.update(views)
-        _forget(old)
+        if not self._is_frozen:
+            self._unbind()
+            self._bound.update({name: tensor.detach() for name, tensor in live.items()})
+            try:
+                self._package.bind(self._bound)
+            except EngineLoadError as error:
+                raise EngineLoadError(f"{self._path}: {error}") from error
+        self._run, self._is_ready = self._package.run, True
 
-    def _drain(self) -> None:
-        for _ in range(self._threads):
-            self._take()
+    def _unbind(self) -> None:
+        self._run, self._is_ready = _no_weights, False
+        _forget(self._bound)
 
-    def _refill(self) -> None:
-        for token in range(self._threads):
-            self._give(token)
+    def _end(self) -> None:
+        self._run, self._package = _closed, None
+        self._release()
+
+
+def _no_weights(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    raise EngineLoadError("the engine has no weights")
 
 
 def _closed(inputs: list[torch.Tensor]) -> list[torch.Tensor]:

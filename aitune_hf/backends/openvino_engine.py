@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from aitune_hf.backends.base import LoadRequest
+from aitune_hf.backends.call_gate import ONCE, CallGate
 from aitune_hf.backends.constant_map import ConstantMap, plain_array
 from aitune_hf.backends.openvino_model import ModelFiles
 from aitune_hf.backends.openvino_sdk import OV_TYPES, load_openvino
@@ -63,8 +64,9 @@ class OpenVINOEngine:
     edit in place shows in a part of the model until :meth:`rebind` has compiled it anew, and must be followed by that.
     As not every edit can be seen from outside, each call looks at a sample of the weights too.
 
-    A call takes one of ``threads`` requests, and :meth:`rebind` takes all of them: so it waits for the calls that run
-    and holds back new ones.
+    A call takes one of ``threads`` requests. :meth:`rebind` waits for the calls that run and holds back new ones. While
+    it has not succeeded, because the weights do not fit or it was interrupted, the engine holds none, and each call tries
+    again.
     """
 
     def __init__(self, request: LoadRequest) -> None:
@@ -80,59 +82,59 @@ class OpenVINOEngine:
         self._threads = max(1, request.threads)
         self._rebinding = threading.Lock()
         self._closed = False
-        # Requests; None in place of each while there is nothing that may answer.
-        self._tokens: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._take, self._give = self._tokens.get, self._tokens.put
-        live = self._resolve()
-        self._trace = trace_of(live)
-        self._sample: WeightSample | None = WeightSample(live.values())
-        self._graph: CompiledGraph | None = self._compiled(live)
-        self._refill()
+        self._gate = CallGate(self._threads)
+        self._take, self._give = self._gate.take, self._gate.give
+        self._graph: CompiledGraph | None = None
+        self._sample: WeightSample | None = None
+        self._trace: dict[str, Any] = {}
+        self._rebind()
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run; see :class:`aitune_hf.backends.base.Engine`."""
         sample = self._sample
-        if sample is not None and sample.changed():
-            self.rebind()
-        request = self._take()
+        if sample is None or sample.changed():
+            self._follow(sample)
+        held: list[int] = []
         try:
+            held += map(self._take, ONCE)
             graph = self._graph
             if graph is None:
-                raise EngineLoadError(
-                    f"{self._path}: the engine was closed"
-                    if self._closed
-                    else f"{self._path}: the engine has no weights"
-                )
-            return graph.run(request, inputs)
+                raise EngineLoadError(f"{self._path}: the engine {'was closed' if self._closed else 'has no weights'}")
+            return graph.run(graph.requests[held[0]], inputs)
         finally:
-            self._give(request)
+            if held:
+                self._give(held[0])
 
     def rebind(self) -> None:
         """Take up the module's weights again; does nothing where all are where and what they were."""
         with self._rebinding:
-            if self._closed:
-                raise EngineLoadError(f"{self._path}: the engine is closed")
+            self._rebind()
+
+    def _follow(self, seen: WeightSample | None) -> None:
+        """As :meth:`rebind`, unless another thread has done it since."""
+        with self._rebinding:
+            if self._sample is seen:
+                self._rebind()
+
+    def _rebind(self) -> None:
+        if self._closed:
+            raise EngineLoadError(f"{self._path}: the engine was closed")
+        try:
             live = self._resolve()
-            trace = trace_of(live)
-            if trace == self._trace and self._graph is not None:
-                return
-            self._drain()
-            try:
-                self._graph = self._sample = None  # Two sets of weights at once may not fit into memory.
-                sample = WeightSample(live.values())
-                self._graph = self._compiled(live)
-                self._trace, self._sample = trace, sample
-            finally:
-                self._refill()
+        except EngineLoadError:
+            self._gate.alone(self._empty)  # What it reads must not stay in memory because it once fitted.
+            raise
+        # Before the trace is taken: what changes meanwhile is seen at the next call.
+        sample, trace = WeightSample(live.values()), trace_of(live)
+        if trace == self._trace and self._graph is not None:
+            self._sample = sample
+        else:
+            self._gate.alone(partial(self._fill, live, trace, sample))
 
     def close(self) -> None:
         """Wait for running calls, then let go of the model and its weights."""
         with self._rebinding:
-            if self._closed:
-                return
-            self._drain()
-            self._closed, self._graph, self._sample = True, None, None
-            self._refill()
+            self._gate.alone(self._end)
 
     def _resolve(self) -> dict[str, torch.Tensor]:
         module = self._module()
@@ -140,21 +142,21 @@ class OpenVINOEngine:
             raise EngineLoadError(f"{self._path}: the module of this engine no longer exists")
         return self._map.resolve(module, self._path, torch.device("cpu"))
 
-    def _compiled(self, live: Mapping[str, torch.Tensor]) -> CompiledGraph:
+    def _end(self) -> None:
+        self._closed = True
+        self._empty()
+
+    def _empty(self) -> None:
+        self._graph, self._sample, self._trace = None, None, {}
+
+    def _fill(self, live: Mapping[str, torch.Tensor], trace: dict[str, Any], sample: WeightSample) -> None:
+        self._empty()  # Two sets of weights at once may not fit into memory.
         model, weights = self._files.model(self._map, live, self._path)
         try:
-            return CompiledGraph(model, weights, self._precision, self._threads)
+            self._graph = CompiledGraph(model, weights, self._precision, self._threads)
         except RuntimeError as error:
             raise EngineLoadError(f"{self._path}: OpenVINO cannot compile the model: {error}") from error
-
-    def _drain(self) -> None:
-        for _ in range(self._threads):
-            self._take()
-
-    def _refill(self) -> None:
-        requests: Sequence[Any] = [None] * self._threads if self._graph is None else self._graph.requests
-        for request in requests:
-            self._give(request)
+        self._trace, self._sample = trace, sample
 
 
 def _shared(tensor: torch.Tensor) -> Any:
