@@ -11,6 +11,7 @@ from aitune_hf.backends.base import BuildRequest, BuildResult, LoadRequest, Reci
 from aitune_hf.backends.constant_map import ConstantMap, ProbedBuild, find_constant_map
 from aitune_hf.backends.openvino_convert import constant_nodes, constant_value, convert, decompose
 from aitune_hf.backends.openvino_engine import CompiledGraph, OpenVINOEngine
+from aitune_hf.backends.openvino_integers import LimitedEngine, check_numbers
 from aitune_hf.backends.openvino_model import ModelFiles, take_weights_out, write_model
 from aitune_hf.backends.openvino_sdk import (
     OV_TYPES,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenVINOBackend"]
 
-_FORMAT = 1
+_FORMAT = 2
 _CHOICES = {"precision": ("f32", "bf16"), "compress": ("int8",), "quantize": ("int8",)}
 _SEEDS = (1, 2)
 #: How far a freshly converted model may be from torch, relative to its largest output: far more than rounding, far less
@@ -97,24 +98,32 @@ class OpenVINOBackend:
 
             graph = request.capture()
             basic = decompose(graph, request.path)
+            limits = check_numbers(basic, request.example.inputs, request.path)
             constants = ConstantMap.baked(basic)
             model = bake(convert(basic, request.path), options, request)
         else:
             graph = with_probes(request.capture(), _SEEDS[0])
-            constants, model = _without_weights(decompose(graph, request.path), request.path)
+            basic = decompose(graph, request.path)
+            limits = check_numbers(basic, request.example.inputs, request.path)
+            constants, model = _without_weights(basic, request.path)
         files = write_model(model, request.workdir)
-        engine = {"format": _FORMAT, "precision": options["precision"], **constants.to_json()}
+        engine = {
+            "format": _FORMAT,
+            "precision": options["precision"],
+            "integers": [limit and list(limit) for limit in limits],
+            **constants.to_json(),
+        }
         _check(graph, constants, request)
         return BuildResult(files=files, envelope=graph.envelope, engine=engine)
 
     def load(self, request: LoadRequest) -> OpenVINOEngine:
-        """Load a model, fill it from the module and compile it."""
+        """Load a model, fill it from the module and compile it. Its calls may hold the integers that it is right for."""
         if request.engine.get("format") != _FORMAT:
             raise EngineLoadError(f"{request.path}: the engine's format is unknown: {request.engine.get('format')}")
         reason = self.available()
         if reason:
             raise EngineLoadError(f"{request.path}: {reason}")
-        return OpenVINOEngine(request)
+        return LimitedEngine(request) if any(request.engine.get("integers", ())) else OpenVINOEngine(request)
 
 
 def _without_weights(graph: CapturedGraph, where: str) -> tuple[ConstantMap, Any]:

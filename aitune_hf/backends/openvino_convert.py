@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import fx
 
 from aitune_hf.backends.openvino_sdk import load_openvino
 from aitune_hf.backends.quiet import quiet_torch
@@ -16,6 +17,8 @@ from aitune_hf.errors import BuildError
 from aitune_hf.graph.shape_envelope import Extent, ShapeEnvelope
 
 if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
     from aitune_hf.backends.export import CapturedGraph
 
 __all__ = ["constant_nodes", "constant_value", "convert", "decompose"]
@@ -39,9 +42,12 @@ def decompose(graph: CapturedGraph, where: str) -> CapturedGraph:
             del table[operator]
     try:
         with quiet_torch(), torch.no_grad():
-            return replace(graph, program=graph.program.run_decompositions(table))
+            program = graph.program.run_decompositions(table)
     except Exception as error:
         raise BuildError(f"{where}: the program cannot be brought to basic operators: {_first_line(error)}") from error
+    _round_down(program)
+    _tell_outputs_apart(program)
+    return replace(graph, program=program)
 
 
 def convert(graph: CapturedGraph, where: str) -> Any:
@@ -81,6 +87,49 @@ def constant_value(node: Any) -> np.ndarray[Any, Any] | torch.Tensor:
     if node.get_element_type().get_type_name() == _BF16:
         return torch.from_numpy(data.view(np.uint16).copy()).view(torch.bfloat16)
     return data
+
+
+def _round_down(program: ExportedProgram) -> None:
+    """Divide integers so that the result is rounded down: the converter's own way rounds them towards zero."""
+    aten, graph = torch.ops.aten, program.graph
+    for node in list(graph.nodes):
+        is_floor = node.target is aten.floor_divide.default or node.kwargs.get("rounding_mode") == "floor"
+        held = node.meta.get("val")
+        if not is_floor or not isinstance(held, torch.Tensor) or held.is_floating_point():
+            continue
+        dividend, divisor = node.args
+        is_tensor = isinstance(divisor, fx.Node) and isinstance(divisor.meta.get("val"), torch.Tensor)
+        remainder = aten.remainder.Tensor if is_tensor else aten.remainder.Scalar
+        with graph.inserting_before(node):
+            rest = graph.call_function(remainder, (dividend, divisor))
+            whole = graph.call_function(aten.sub.Tensor, (dividend, rest))
+            result = graph.call_function(aten.div.Tensor_mode, (whole, divisor), {"rounding_mode": "trunc"})
+        for new in (rest, whole, result):
+            new.meta = dict(node.meta)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+    program.graph_module.recompile()
+
+
+def _tell_outputs_apart(program: ExportedProgram) -> None:
+    """Give each output a node of its own: the converter fails where one is given twice."""
+    graph = program.graph
+    output = next(iter(reversed(graph.nodes)))
+    seen: set[fx.Node] = set()
+    own: list[Any] = []
+    with graph.inserting_before(output):
+        for node in output.args[0]:
+            copy = node
+            if node in seen:
+                # Not a clone, which the converter passes over.
+                wrapped = graph.call_function(torch.ops.aten.unsqueeze.default, (node, 0))
+                wrapped.meta = {**node.meta, "val": node.meta["val"].unsqueeze(0)}
+                copy = graph.call_function(torch.ops.aten.squeeze.dim, (wrapped, 0))
+                copy.meta = dict(node.meta)
+            seen.add(node)
+            own.append(copy)
+    output.args = (tuple(own),)
+    program.graph_module.recompile()
 
 
 def _set_shapes(model: Any, envelope: ShapeEnvelope, where: str) -> None:
