@@ -207,8 +207,8 @@ class _Sources:
     def of(cls, graph: CapturedGraph) -> _Sources:
         values = values_of(graph.program)
         pinned = pinned_constants(graph)
-        read = _read_placeholders(graph)
-        tables = {c.name: values[c.name] for c in graph.constants if c.name in pinned & read and c.kind != "residual"}
+        kept = pinned & _read_placeholders(graph)
+        tables = {c.name: values[c.name] for c in graph.constants if c.name in kept and c.kind != "residual"}
         return cls(
             weights=TensorIndex({c.name: values[c.name] for c in graph.constants if c.name not in pinned}),
             large=TensorIndex({k: v for k, v in tables.items() if v.numel() * v.element_size() >= _LARGE_TABLE}),

@@ -120,7 +120,8 @@ def export_onnx(graph: CapturedGraph, *, opset: int, path: str = "model", fold_w
     Raises:
         BuildError: if it cannot be written, naming the operator that ONNX has no words for.
     """
-    weights = {name: value for name, value in values_of(graph.program).items() if name not in pinned_constants(graph)}
+    pinned = pinned_constants(graph)
+    weights = {name: value for name, value in values_of(graph.program).items() if name not in pinned}
     with quiet_torch(), build_folder(torch.device("cpu")), torch.no_grad():
         try:
             model = torch.onnx.export(graph.program, dynamo=True, opset_version=opset, optimize=False, verbose=False)

@@ -17,7 +17,7 @@ from torch import nn
 from aitune_hf.backends.base import AxisRange, BuildRequest
 from aitune_hf.backends.export import CapturedGraph
 from aitune_hf.backends.onnx_export import OnnxExport, export_onnx, missing_exporter
-from aitune_hf.backends.probes import with_probes
+from aitune_hf.backends.probes import pinned_constants, with_probes
 from aitune_hf.errors import BuildError
 
 pytest.importorskip("onnx")
@@ -207,6 +207,21 @@ def test_weights_can_be_folded(everything: CapturedGraph, request_everything: Bu
     call = everything_call(4)
     with torch.no_grad():
         assert_equal(run(export.inlined().SerializeToString(), call), request_everything.module(**call))
+
+
+def test_what_is_pinned_is_worked_out_once_for_all_weights(
+    everything: CapturedGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at every constant, so once per weight would take time with the square of their number."""
+    asked: list[CapturedGraph] = []
+
+    def pinned(graph: CapturedGraph) -> frozenset[str]:
+        asked.append(graph)
+        return pinned_constants(graph)
+
+    monkeypatch.setattr("aitune_hf.backends.onnx_export.pinned_constants", pinned)
+    export_onnx(everything, opset=18)
+    assert asked == [everything]
 
 
 def test_an_operator_without_a_word_in_onnx_is_named(request_for: Requests, tmp_path: Path) -> None:
