@@ -103,7 +103,7 @@ class OnnxRuntimeBackend:
         if options["precision"] == "int8":
             from aitune_hf.backends.onnxruntime_int8 import quantised
 
-            weights = ConstantMap(slots={}, constants=())
+            weights = ConstantMap.baked(graph)
             model = quantised(export_onnx(graph, opset=options["opset"], path=request.path, fold_weights=True))
         else:
             model, weights, graph = _without_weights(graph, options["opset"], request.path)

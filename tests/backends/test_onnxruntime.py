@@ -355,6 +355,33 @@ def test_int8(text: Built, tmp_path: Path) -> None:
     engine.rebind()
 
 
+class Scaled(nn.Module):
+    """Has a number that is neither a parameter nor a buffer."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.scale = torch.full((64,), scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def test_int8_holds_all_it_was_made_of(tmp_path: Path) -> None:
+    """A plain attribute of the module too: an engine of 8 bits is good for no other."""
+    torch.manual_seed(0)
+    module = Scaled(2.0).eval()
+    request = request_of(module, [{"x": torch.randn(4, 64)}], tmp_path, weights="baked", opset=23, precision="int8")
+    short = Built(module, request, OnnxRuntimeBackend().build(request), stack_call)
+    engine = short.load(copy.deepcopy(module))
+    engine.close()
+    for spoil in (lambda m: m.scale.mul_(1.05), lambda m: m.linear.weight.data.mul_(1.05)):
+        other = copy.deepcopy(module)
+        spoil(other)
+        with pytest.raises(EngineLoadError, match="has other values than when the engine was built"):
+            short.load(other)
+
+
 # -- the artefact -----------------------------------------------------------------------------------------------------
 
 
