@@ -211,7 +211,9 @@ class Dispatcher:
         with self._rebinding:
             if not self._guard.weights_moved():
                 return  # Another thread has done it.
-            self._guard.accept_weights()  # Before they are read: what moves meanwhile is seen at the next call.
+            # Looked at before they are read, so that what moves meanwhile is seen at the next call; and accepted after
+            # all engines have followed: until then calls in other threads wait here, and an interrupt leaves it undone.
+            places = self._guard.weights_now()
             for installed in self.engines:
                 try:
                     installed.engine.rebind()
@@ -220,6 +222,7 @@ class Dispatcher:
                 else:
                     if (installed.failed or "").startswith(_WEIGHTS):
                         installed.failed = None
+            self._guard.accept_weights(places)
 
     def _first_call(
         self,

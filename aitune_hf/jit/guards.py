@@ -25,6 +25,8 @@ from aitune_hf.jit.helpers_seen import Cell, HelperWalk, ModuleCell, QuickLook
 __all__ = ["ModuleGuard", "inner_hook"]
 
 Values = list["torch.Tensor | None"]
+#: Identities of all parameters and buffers, which of them are not None, the memory of those, and the first one's device.
+Places = tuple[list[int], list[bool], list[Any], "torch.device | None"]
 
 #: Kept on the root by hook libraries: its hooks fire around the engine.
 _ROOT_KEYS = frozenset({"_hf_hook", "_old_forward", "_diffusers_hook", "_forward_hooks", "_forward_pre_hooks"})
@@ -96,7 +98,7 @@ class ModuleGuard:
         self._helper_state = self._read_helpers()
         self._default_dtype = _get_default_dtype()
         self._default_device = _default_device()
-        self.accept_weights()
+        self.accept_weights(self.weights_now())
 
     def _all_tables(self) -> list[tuple[str, str, dict[str, Any]]]:
         return [(path, kind, state[kind]) for path, state in self._states for kind in ("_parameters", "_buffers")]
@@ -230,24 +232,39 @@ class ModuleGuard:
     def weights_moved(self, values: Values | None = None) -> bool:
         """True while a parameter or buffer lies on another storage than at the last :meth:`accept_weights`."""
         values = self.values() if values is None else values
-        if list(map(id, values)) != self._ids:
+        ids, present, places, _ = self._accepted  # Read once: another thread may replace it.
+        if list(map(id, values)) != ids:
             return True
-        tensors: Any = compress(values, self._present)
+        tensors: Any = compress(values, present)
         if not self._watch_versions:
-            return list(map(_data_ptr, tensors)) != self._places
-        return [(_data_ptr(tensor), _version(tensor)) for tensor in tensors] != self._places
+            return list(map(_data_ptr, tensors)) != places
+        return [(_data_ptr(tensor), _version(tensor)) for tensor in tensors] != places
 
-    def accept_weights(self) -> None:
-        """Take the weights' present places as the known ones."""
+    def weights_now(self) -> Places:
+        """Where the weights are, for :meth:`accept_weights`."""
         values = self.values()
         tensors = [value for value in values if value is not None]
-        self._present = [value is not None for value in values]
-        self._places: list[Any] = (
+        places: list[Any] = (
             [(_data_ptr(tensor), _version(tensor)) for tensor in tensors]
             if self._watch_versions
             else list(map(_data_ptr, tensors))
         )
-        self._ids = list(map(id, values))
+        return list(map(id, values)), [value is not None for value in values], places, self._device()
+
+    def accept_weights(self, places: Places) -> None:
+        """Take these places of the weights as the known ones."""
+        self._accepted = places
+
+    def weights_left(self) -> bool:
+        """True while the first of the weights is on another device than at the last :meth:`accept_weights`.
+
+        Costs next to nothing, and whoever moves a module moves all of it.
+        """
+        return self._device() != self._accepted[3]
+
+    def _device(self) -> torch.device | None:
+        weights = chain.from_iterable(map(_dict_values, self._filled))
+        return next((value.device for value in weights if value is not None), None)
 
     def unwatchable(self) -> bool:
         """True if a weight's in-place edits leave no trace (it was made in inference mode)."""
