@@ -19,7 +19,8 @@ _WARM_UP = 3
 class GraphedEngine:
     """Captures ``engine`` at its first call, and again after its weights have moved.
 
-    Calls take turns: a graph has one set of buffers, and the outputs are copied out of them.
+    Calls take turns, on the CPU and on the device: a graph has one set of buffers, and the outputs are copied out of
+    them. So a call on another stream waits until the one before it has read them.
 
     Args:
         engine: takes one combination of shapes.
@@ -30,6 +31,8 @@ class GraphedEngine:
         self._engine = engine
         self._device = device
         self._turn = threading.Lock()
+        #: After all that the last call has queued. Made with the first one.
+        self._done: torch.cuda.Event | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []
@@ -37,13 +40,20 @@ class GraphedEngine:
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run; see :class:`aitune_hf.backends.base.Engine`."""
         with self._turn, torch.cuda.device(self._device):
-            if self._graph is None:
-                self._capture(inputs)
-            for mine, given in zip(self._inputs, inputs, strict=True):
-                mine.copy_(given)
-            assert self._graph is not None
-            self._graph.replay()
-            return [leaf.clone() for leaf in self._outputs]
+            current = torch.cuda.current_stream(self._device)
+            if self._done is None:
+                self._done = torch.cuda.Event()
+            self._done.wait(current)  # Does nothing where none was recorded.
+            try:
+                if self._graph is None:
+                    self._capture(inputs)
+                for mine, given in zip(self._inputs, inputs, strict=True):
+                    mine.copy_(given)
+                assert self._graph is not None
+                self._graph.replay()
+                return [leaf.clone() for leaf in self._outputs]
+            finally:
+                self._done.record(current)  # After a failure too: what was queued until then goes on running.
 
     def rebind(self) -> None:
         """Take up the weights again; the graph holds their old addresses, so it is dropped."""
@@ -73,5 +83,7 @@ class GraphedEngine:
         self._graph = graph
 
     def _drop(self) -> None:
+        if self._done is not None:
+            self._done.synchronize()  # The last call may still read the buffers.
         self._graph = None
         self._inputs, self._outputs = [], []

@@ -171,6 +171,27 @@ def test_as_a_cuda_graph(make: Make, settings: Settings, graphs: Any, device: to
     assert difference(module(x), other(x)) < 1e-4
 
 
+def test_calls_of_a_cuda_graph_on_several_streams_take_turns(
+    make: Make, settings: Settings, graphs: Any, device: torch.device
+) -> None:
+    """One set of buffers: a call may not write to them while that of another stream, queued before, has yet to run."""
+    module, twin = tuned(make, settings(graphs), device)
+    inputs = [sample(device, seed=seed) for seed in range(4)]
+    expected = [twin(x) for x in inputs]
+    streams = [torch.cuda.Stream(device) for _ in inputs]
+    module(inputs[0])
+    torch.cuda.synchronize(device)
+    answers = []
+    for index, stream in enumerate(streams):
+        with torch.cuda.stream(stream):
+            if not index:
+                torch.cuda._sleep(50_000_000)  # So that the others are queued before the first has begun.
+            answers.append(module(inputs[index]))
+    torch.cuda.synchronize(device)
+    for got, want in zip(answers, expected, strict=True):
+        assert difference(got, want) < 1e-4
+
+
 def test_memory_stays_flat(make: Make, settings: Settings, device: torch.device) -> None:
     module, _ = tuned(make, settings(), device)
     x = sample(device)
