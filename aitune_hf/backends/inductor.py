@@ -20,7 +20,7 @@ from aitune_hf.backends.base import BuildRequest, BuildResult, Engine, LoadReque
 from aitune_hf.backends.call_gate import ONCE, CallGate
 from aitune_hf.backends.constants import Constant, memory_key, resolve
 from aitune_hf.backends.cuda_graphs import GraphedEngine
-from aitune_hf.backends.requirements import unmet_requirement
+from aitune_hf.backends.requirements import elsewhere, unmet_requirement
 from aitune_hf.errors import BuildError, ConfigError, EngineLoadError
 
 if TYPE_CHECKING:
@@ -79,7 +79,11 @@ class InductorBackend:
             return "no Triton found, which generates the kernels: pip install triton"
         if request.options.get("cuda_graphs") and any(axis for row in request.axes for axis in row):
             return "a CUDA graph has fixed shapes"
-        return unmet_requirement(request)
+        reason = unmet_requirement(request)
+        if reason is None and request.options.get("cuda_graphs"):
+            reason = elsewhere(request, "cuda", constants=True)
+            return None if reason is None else f"a CUDA graph holds what it read from the host for good: {reason}"
+        return reason
 
     def build(self, request: BuildRequest) -> BuildResult:
         """Build a package into ``request.workdir``."""

@@ -21,7 +21,7 @@ from aitune_hf.backends.onnxruntime_session import (
 )
 from aitune_hf.backends.probes import values_of, with_probes
 from aitune_hf.backends.quiet import quiet_torch
-from aitune_hf.backends.requirements import unmet_requirement
+from aitune_hf.backends.requirements import elsewhere, unmet_requirement
 from aitune_hf.errors import BuildError, ConfigError, EngineLoadError
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ class OnnxRuntimeBackend:
 
     def supports(self, request: BuildRequest) -> str | None:
         """None if the graph can be tried, else why not."""
-        reason = unmet_requirement(request)
+        # A session takes all inputs from the memory of one device.
+        reason = unmet_requirement(request) or elsewhere(request, request.device.type, constants=False)
         if reason:
             return reason
         if not providers_for(request.device):

@@ -9,7 +9,7 @@ from torch import nn
 
 from aitune_hf.backends.base import BuildRequest
 
-__all__ = ["unmet_requirement"]
+__all__ = ["elsewhere", "unmet_requirement"]
 
 
 def unmet_requirement(request: BuildRequest, devices: Collection[str] = ("cpu", "cuda")) -> str | None:
@@ -33,6 +33,26 @@ def unmet_requirement(request: BuildRequest, devices: Collection[str] = ("cpu", 
     if graph.context.training or any(part.training for part in request.module.modules()):
         return "it is, or a part of it is, in training mode"
     return _unfit_tensor(request, device)
+
+
+def elsewhere(request: BuildRequest, device: str, constants: bool) -> str | None:
+    """None if what a graph reads lies on devices of one type, else what does not.
+
+    For engines that read memory by its address: an address of the host is none of the GPU's.
+
+    Args:
+        request: whose graph.
+        device: the type.
+        constants: look at what the graph takes from the module too: parameters, buffers, and what a capture has found.
+    """
+    module = request.module
+    places = zip(request.graph.input_spec.tensors, request.example.inputs, strict=True)
+    found = [(f"input {place}", tensor.device.type) for place, tensor in places]
+    if constants:
+        owned = [*module.named_parameters(), *module.named_buffers()]
+        found += [(name, tensor.device.type) for name, tensor in owned]
+        found += [(one.name, one.device_type) for graph in request.captured.values() for one in graph.constants]
+    return next((f"{name} is on {where}, and has to be on {device}" for name, where in found if where != device), None)
 
 
 def _unfit_tensor(request: BuildRequest, device: torch.device) -> str | None:

@@ -23,6 +23,7 @@ from torch import nn
 
 from aitune_hf.backends.base import Backend, BuildRequest
 from aitune_hf.backends.inductor import InductorBackend
+from aitune_hf.backends.requirements import elsewhere
 from aitune_hf.errors import BuildError, ConfigError, EngineLoadError
 
 Randomized = Callable[[nn.Module, int], nn.Module]
@@ -425,6 +426,43 @@ def test_what_is_declined(
     assert InductorBackend().supports(request) is None
     change(module)
     assert reason in str(InductorBackend().supports(request))
+
+
+def test_a_cuda_graph_of_what_lies_on_the_host_is_declined(
+    request_for: Callable[..., BuildRequest], tmp_path: Path
+) -> None:
+    request = request_for(Plain().eval(), [{"x": torch.randn(2, 2)}], tmp_path, cuda_graphs=True)
+    reason = InductorBackend().supports(request)
+    assert reason == "a CUDA graph holds what it read from the host for good: input x is on cpu, and has to be on cuda"
+
+
+def test_what_lies_elsewhere_is_named(request_for: Callable[..., BuildRequest], tmp_path: Path) -> None:
+    """Inputs, buffers, and constants that are neither; tensors without data stand for those of a device."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.tensor(2.0))
+            self.table = torch.arange(3.0)
+
+        def forward(self, x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+            return x * self.scale + self.table + step
+
+    asked = request_for(Table().eval(), [{"x": torch.randn(2, 3), "step": torch.tensor(1.0)}], tmp_path)
+    assert elsewhere(asked, "cpu", constants=True) is None
+    x, step = asked.example.inputs
+    away = dataclasses.replace(asked.example, inputs=[x.to("meta"), step.to("meta")])
+    mixed = dataclasses.replace(asked.example, inputs=[x.to("meta"), step])
+    input_here = dataclasses.replace(asked, example=mixed)
+    for constants in (False, True):
+        assert elsewhere(input_here, "meta", constants) == "input step is on cpu, and has to be on meta"
+    buffer_here = dataclasses.replace(asked, example=away)
+    assert elsewhere(buffer_here, "meta", constants=False) is None
+    assert elsewhere(buffer_here, "meta", constants=True) == "scale is on cpu, and has to be on meta"
+    bare = dataclasses.replace(buffer_here, module=nn.Module())
+    assert elsewhere(bare, "meta", constants=True) is None
+    asked.capture()
+    assert str(elsewhere(bare, "meta", constants=True)).endswith("is on cpu, and has to be on meta")
 
 
 # -- with its weights, and in a child process --------------------------------------------------------------------------

@@ -257,6 +257,16 @@ def test_what_is_declined(stack: Built) -> None:
     assert "training mode" in str(backend.supports(dataclasses.replace(stack.request, module=module)))
 
 
+def test_inputs_on_several_devices_are_declined(text: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without data stand for those of another device; what other backends ask for is left out of it."""
+    monkeypatch.setattr("aitune_hf.backends.onnxruntime.unmet_requirement", lambda request: None)
+    backend, example = OnnxRuntimeBackend(), text.request.example
+    assert backend.supports(text.request) is None
+    inputs = [*example.inputs[:-1], example.inputs[-1].to("meta")]
+    request = dataclasses.replace(text.request, example=dataclasses.replace(example, inputs=inputs))
+    assert backend.supports(request) == "input step is on meta, and has to be on cpu"
+
+
 def test_an_operator_without_a_word_in_onnx_is_named(tmp_path: Path) -> None:
     class Eigen(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
