@@ -108,7 +108,8 @@ class IsolatedBuilder:
     ) -> None:
         """Load an engine in the child, give it random weights and run it at both ends of its shapes.
 
-        What it answers is not looked at: this is for engines of others, whose native code is about to be trusted.
+        What it answers is not looked at: this is for native engines of others, whose code is about to be trusted. An
+        engine of data needs no trial, and one that is good only for certain tables of a module would be refused in it.
 
         Raises:
             EngineLoadError: if it cannot be loaded or run, or the child dies of it, with how.

@@ -1,4 +1,8 @@
-"""A module that has nothing but tensors where an engine looks for its constants."""
+"""A module that has nothing but tensors where an engine looks for its constants.
+
+For native engines that read live tensors, before their code is trusted. An engine of data runs no code of its author's
+and may be good only for the tables that it was built with; on this module, whose tables are zeros, it would be refused.
+"""
 
 from __future__ import annotations
 

@@ -155,12 +155,12 @@ def test_a_child_that_cannot_be_started_is_a_build_error_and_leaves_nothing_open
     pack_request(asked)  # What is captured stays with the request; all that is opened from here on is the child's.
     with IsolatedBuilder() as builder:
         monkeypatch.setattr(f"aitune_hf.backends.isolation.{what}", refuses)
-        before = sorted(os.listdir("/proc/self/fd"))
-        with pytest.raises(BuildError, match="build process cannot be started: .*Cannot allocate memory; free some"):
+        before = sorted(Path("/proc/self/fd").iterdir())
+        with pytest.raises(BuildError, match=r"build process cannot be started: .*Cannot allocate memory; free some"):
             builder.start()
         with pytest.raises(BuildError, match="build process cannot be started"):
             builder.build(Writes(), asked)
-        assert sorted(os.listdir("/proc/self/fd")) == before
+        assert sorted(Path("/proc/self/fd").iterdir()) == before
         assert not builder.is_running
         monkeypatch.undo()
         assert builder.build(Writes(), asked).files == ["values.pt"]
