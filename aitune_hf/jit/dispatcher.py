@@ -164,6 +164,8 @@ class Dispatcher:
             plan = self._plan(key, module, args, kwargs, tensors)
         installed = plan.engine
         if installed is None:
+            if self._guard.weights_left():
+                self._rebind()  # A module on another device gets no call for its engines, which must let go of its weights.
             return self._eager(plan.reason, forward, args, kwargs)
         reason = self._reason_for_eager(scope) or installed.failed
         if reason is not None:

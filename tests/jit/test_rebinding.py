@@ -108,3 +108,19 @@ def test_an_edit_amid_a_rebind_is_seen_by_the_next_call(bench: Bench) -> None:
     with torch.no_grad():
         leaf(rows())
     check(leaf, twin, rows(), engine=True)
+
+
+def test_a_module_that_left_its_device_takes_its_weights_with_it_at_the_next_call(bench: Bench) -> None:
+    leaf = Leaf()
+    twin = eager_twin(leaf)
+    bench.tune(leaf, rows())
+    engine: Any = bench.backend.engines[-1]
+    kept = {name: tensor.clone() for name, tensor in leaf.state_dict().items()}
+    before = engine.rebinds
+    leaf.to("meta")
+    with torch.no_grad():
+        for _ in range(3):
+            assert leaf(rows().to("meta")).is_meta
+    assert engine.rebinds == before + 1  # Told once, not at every call that eager answers.
+    leaf.load_state_dict(kept, assign=True)
+    check(leaf, twin, rows(), engine=True)
