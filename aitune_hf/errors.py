@@ -13,6 +13,7 @@ The tree::
     │   │   └── LostBuildError               its process died, or was stopped because it took too long
     │   ├── EngineLoadError                  while it was loaded or bound to weights
     │   ├── CorrectnessError                 its outputs are not those of eager
+    │   ├── UnfitInputError (also ValueError) it does not take the values of one call
     │   └── tuning.EagerAnsweredError        while it was timed: it did not answer
     └── CacheError                           the engine cache
         ├── CorruptEntryError                an entry's bytes are not what its manifest says
@@ -40,6 +41,7 @@ __all__ = [
     "LostBuildError",
     "PipelineLoadError",
     "SampleError",
+    "UnfitInputError",
     "UntunableError",
 ]
 
@@ -86,6 +88,10 @@ class EngineLoadError(CandidateError):
 
 class CorrectnessError(CandidateError):
     """An engine's outputs are not those of eager."""
+
+
+class UnfitInputError(CandidateError, ValueError):
+    """An engine does not take the values of one call; eager answers it, and the engine goes on with the next."""
 
 
 class CacheError(AITuneError):

@@ -17,7 +17,7 @@ from aitune_hf.backends.constant_map import ConstantMap, plain_array
 from aitune_hf.backends.openvino_model import ModelFiles
 from aitune_hf.backends.openvino_sdk import OV_TYPES, load_openvino
 from aitune_hf.backends.weight_trace import WeightSample, trace_of
-from aitune_hf.errors import EngineLoadError
+from aitune_hf.errors import EngineLoadError, UnfitInputError
 
 __all__ = ["CompiledGraph", "OpenVINOEngine"]
 
@@ -163,12 +163,12 @@ def _shared(tensor: torch.Tensor) -> Any:
     """An OpenVINO tensor over the memory of a contiguous one.
 
     Raises:
-        ValueError: for integers of more than 32 bits: OpenVINO would cut them off without a word.
+        UnfitInputError: for integers of more than 32 bits: OpenVINO would cut them off without a word.
     """
     ov = load_openvino()
     array = plain_array(tensor.detach())
     if tensor.dtype is torch.int64 and array.size and not -_INT32 <= array.min() <= array.max() < _INT32:
-        raise ValueError(
+        raise UnfitInputError(
             "an input holds integers of more than 32 bits, which OpenVINO does not compute with on the CPU"
         )
     return ov.Tensor(array, ov.Shape(tensor.shape), getattr(ov.Type, OV_TYPES[tensor.dtype]))

@@ -19,7 +19,7 @@ from aitune_hf.backends.integer_range import Call, IntegerRange, hull, size_rang
 from aitune_hf.backends.integer_rules import range_of_call
 from aitune_hf.backends.openvino_engine import OpenVINOEngine
 from aitune_hf.backends.probes import values_of
-from aitune_hf.errors import BuildError, EngineLoadError
+from aitune_hf.errors import BuildError, EngineLoadError, UnfitInputError
 
 if TYPE_CHECKING:
     from aitune_hf.backends.export import CapturedGraph
@@ -43,7 +43,7 @@ class LimitedEngine(OpenVINOEngine):
             self._limits = [
                 None if limit is None else IntegerRange(*map(int, limit)) for limit in request.engine["integers"]
             ]
-        except (TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise EngineLoadError(f"{request.path}: the engine's description cannot be read: {error!r}") from error
         super().__init__(request)
 
@@ -51,14 +51,15 @@ class LimitedEngine(OpenVINOEngine):
         """Run; see :class:`aitune_hf.backends.base.Engine`.
 
         Raises:
-            ValueError: if an input holds an integer out of its limits.
+            UnfitInputError: if an input holds an integer out of its limits.
         """
         for tensor, limit in zip(inputs, self._limits, strict=True):
             if limit is not None and tensor.numel():
                 low, high = torch.aminmax(tensor)
                 if int(low) < limit.low or int(high) > limit.high:
-                    raise ValueError(
-                        f"an input holds integers from {int(low)} to {int(high)}; OpenVINO computes right with those from "
+                    # Without the numbers: calls are counted by what is said here.
+                    raise UnfitInputError(
+                        "an input holds an integer too large; OpenVINO computes right with those from "
                         f"{limit.low} to {limit.high}"
                     )
         return super().__call__(inputs)
@@ -151,6 +152,7 @@ def _float64(graph: CapturedGraph) -> fx.Node | None:
     """The first node that computes tensors in float64. Single numbers lose nothing that their users would keep."""
     given = set(graph.program.graph_signature.user_inputs)
     live: set[fx.Node] = set()
+    node: fx.Node
     for node in graph.program.graph.nodes:
         if node.name in given or any(source in live for source in node.all_input_nodes):
             live.add(node)

@@ -12,7 +12,7 @@ from torch import nn
 
 from aitune_hf.backends.base import Engine, WeightsPolicy
 from aitune_hf.config import Tolerance
-from aitune_hf.errors import EngineLoadError
+from aitune_hf.errors import EngineLoadError, UnfitInputError
 from aitune_hf.graph.call_key import call_key
 from aitune_hf.graph.forward_signature import ForwardSignature
 from aitune_hf.graph.graph_spec import GraphSpec
@@ -174,6 +174,8 @@ class Dispatcher:
             return self._first_call(installed, plan, tensors, forward, args, kwargs)
         try:
             outputs = installed.engine(plan.inputs(tensors))
+        except UnfitInputError as error:
+            return self._eager(f"the {installed.backend} engine does not take it: {error}", forward, args, kwargs)
         except EngineLoadError as error:  # It has looked at its weights; once they have moved again, it is asked again.
             installed.failed = f"{_WEIGHTS}: {error}"
             return self._eager(installed.failed, forward, args, kwargs)
@@ -248,6 +250,8 @@ class Dispatcher:
                 problem = installed.problem_with(ours, expected)
                 if problem is None and node != installed.graph.output_spec.node:
                     problem = "the structure of the output is not eager's"
+            except UnfitInputError:
+                return output  # The next call will show.
             except Exception as error:  # noqa: BLE001 - see call().
                 problem = f"it raised {type(error).__name__}: {error}"
             if problem:

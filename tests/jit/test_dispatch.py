@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from jit_kit import (
     Bench,
     FrozenBackend,
+    FrozenEngine,
     Leaf,
     assert_same,
     call,
@@ -22,7 +24,7 @@ from jit_kit import (
 )
 from torch import nn
 
-from aitune_hf.errors import EngineLoadError
+from aitune_hf.errors import EngineLoadError, UnfitInputError
 from aitune_hf.jit.dispatcher import FIRST_CALL
 
 Pair = namedtuple("Pair", "left right")
@@ -250,3 +252,44 @@ def test_an_output_that_shares_memory_is_a_tensor_of_its_own(bench: Bench) -> No
         second = leaf(x)
         first.add_(1)
     assert_same(second, twin(x).detach())
+
+
+# -- values that an engine does not take -------------------------------------------------------------------------------
+
+
+class ChoosyEngine(FrozenEngine):
+    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if any(bool((leaf < 0).any()) for leaf in inputs):
+            raise UnfitInputError("an input is negative")
+        return super().__call__(inputs)
+
+
+class Choosy(FrozenBackend):
+    """Its engines take no negative numbers."""
+
+    def load(self, request: Any) -> Any:
+        return ChoosyEngine(request.module, request.engine)
+
+
+def test_a_call_whose_values_an_engine_does_not_take_is_eagers_and_the_next_is_not(bench: Bench) -> None:
+    bench.backend = Choosy()
+    leaf = Leaf()
+    twin = eager_twin(leaf)
+    bench.tune(leaf, rows().abs())
+    for _ in range(2):
+        check(leaf, twin, -rows().abs(), engine=False)
+        check(leaf, twin, rows().abs(), engine=True)
+    assert stats(leaf).eager_calls == {"the frozen engine does not take it: an input is negative": 2}
+
+
+def test_an_engine_from_the_cache_is_not_judged_by_a_call_that_it_does_not_take(bench: Bench) -> None:
+    bench.backend = Choosy()
+    leaf = Leaf()
+    twin = eager_twin(leaf)
+    bench.tune(leaf, rows().abs())
+    untune(leaf)
+    bench.session(leaf, min_samples=100)
+    check(leaf, twin, -rows().abs(), engine=False)
+    check(leaf, twin, rows().abs(), engine=False)
+    check(leaf, twin, rows().abs(), engine=True)
+    assert stats(leaf).eager_calls == {FIRST_CALL: 2}
