@@ -32,7 +32,7 @@ class GraphedEngine:
         self._device = device
         self._turn = threading.Lock()
         #: After all that the last call has queued. Made with the first one.
-        self._done: torch.cuda.Event | None = None
+        self._done: Any = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[torch.Tensor] = []
         self._outputs: list[torch.Tensor] = []
@@ -42,7 +42,8 @@ class GraphedEngine:
         with self._turn, torch.cuda.device(self._device):
             current = torch.cuda.current_stream(self._device)
             if self._done is None:
-                self._done = torch.cuda.Event()
+                event: Any = torch.cuda.Event  # Without types of its own.
+                self._done = event()
             self._done.wait(current)  # Does nothing where none was recorded.
             try:
                 if self._graph is None:

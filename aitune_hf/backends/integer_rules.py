@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
 
 from aitune_hf.backends.integer_range import Call, IntegerRange, hull, range_of_type
 
@@ -21,8 +20,9 @@ _LARGEST_EXPONENT = 64
 def range_of_call(call: Call) -> IntegerRange | tuple[IntegerRange | None, ...] | None:
     """What the results of an operator may be: a range, one per result where there are several, None for no integers."""
     if call.node.target is operator.getitem:
-        owner, place = call.node.args
-        held = call.ranges.get(owner) if isinstance(owner, fx.Node) else None
+        owner: Any = call.node.args[0]
+        place: Any = call.node.args[1]
+        held = call.ranges.get(owner)
         found: IntegerRange | None = held[place] if isinstance(held, tuple) else held
         return found
     value = call.node.meta.get("val")

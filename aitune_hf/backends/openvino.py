@@ -123,7 +123,7 @@ class OpenVINOBackend:
         reason = self.available()
         if reason:
             raise EngineLoadError(f"{request.path}: {reason}")
-        return LimitedEngine(request) if any(request.engine.get("integers", ())) else OpenVINOEngine(request)
+        return LimitedEngine(request)
 
 
 def _without_weights(graph: CapturedGraph, where: str) -> tuple[ConstantMap, Any]:

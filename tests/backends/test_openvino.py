@@ -697,7 +697,7 @@ def test_a_fresh_process_without_a_compiler(build: Callable[..., Built], tmp_pat
     assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("damage", ["xml", "bin", "format", "slots", "shape", "precision"])
+@pytest.mark.parametrize("damage", ["xml", "bin", "format", "slots", "shape", "precision", "integers"])
 def test_damaged_files_are_refused(blocks: Built, tmp_path: Path, damage: str) -> None:
     for file in blocks.result.files:
         (tmp_path / file).write_bytes((blocks.request.workdir / file).read_bytes())
