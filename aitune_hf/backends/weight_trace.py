@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from aitune_hf.backends.constants import memory_key
 
@@ -37,14 +38,14 @@ class WeightSample:
 
     It sees what changes whole tensors, such as an adapter that is merged, and not an edit of a single row.
 
-    It leaves out what lies in the memory of an accelerator, so edits through ``.data`` are not seen there from call to
-    call: to read a number from there is to wait for all work that is queued, which costs a call more than most engines
-    gain. Engines on accelerators look at their weights when they are told to rebind.
+    It leaves out tensors that are not plain memory, and what lies in the memory of an accelerator: to read a number from
+    there is to wait for all work that is queued, which costs a call more than most engines gain. So there edits through
+    ``.data`` are not seen from call to call. Engines look at all of their weights when they are told to rebind.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         # Views of the tensors' memory, which they keep.
-        self._few = [_few(tensor.detach()) for tensor in tensors if tensor.numel() and tensor.is_cpu]
+        self._few = [_few(tensor.detach()) for tensor in tensors if tensor.numel() and _is_readable(tensor)]
         self._seen = self._read()
 
     def changed(self) -> bool:
@@ -55,6 +56,11 @@ class WeightSample:
         return np.concatenate(self._few).tobytes() if self._few else b""
 
 
+def _is_readable(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return plain and tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg() and not tensor.is_quantized
+
+
 def _few(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """A handful of numbers from the start of a tensor to its end, as bits: a view."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -63,8 +69,10 @@ def _few(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     else:  # Between its numbers lie those of others.
         longest = max(range(tensor.dim()), key=lambda axis: tensor.shape[axis])
         line = tensor[tuple(slice(None) if axis == longest else 0 for axis in range(tensor.dim()))]
+    if line.is_complex():
+        line = torch.view_as_real(line)[:, 0]
     step = max(1, (line.numel() - 1) // (_FEW - 1))
-    array: np.ndarray[Any, Any] = line[::step].view(_WORDS[tensor.element_size()]).numpy()
+    array: np.ndarray[Any, Any] = line[::step].view(_WORDS[line.element_size()]).numpy()
     return array
 
 

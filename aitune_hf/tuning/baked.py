@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from aitune_hf.backends.base import Engine
+from aitune_hf.backends.constants import live_tensors
 from aitune_hf.backends.weight_trace import WeightSample
 from aitune_hf.errors import EngineLoadError
 
@@ -18,6 +20,8 @@ __all__ = ["BakedEngine", "WeightsDigest"]
 
 #: Bytes that are copied to the host and hashed at a time.
 _CHUNK = 1 << 24
+#: Where hook libraries keep what they need around a forward, such as copies of weights by address.
+_OF_HOOKS = frozenset({"_hf_hook", "_old_forward", "_diffusers_hook"})
 
 
 @dataclass(frozen=True)
@@ -30,10 +34,11 @@ class _Known:
 
 
 class WeightsDigest:
-    """SHA-256 over the names, dtypes, shapes and bytes of a module's parameters and buffers.
+    """SHA-256 over the names, dtypes, shapes and bytes of all tensors of a module.
 
-    Buffers that no checkpoint keeps take part too: an engine that holds its weights holds those as well. Tensors whose
-    storage and version are as before are not read again. Does not keep the module alive.
+    Buffers that no checkpoint keeps, plain attributes, and tensors of helper objects take part too: an engine that holds
+    its weights holds those as well. Tensors whose storage and version are as before are not read again. Does not keep the
+    module alive.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -49,8 +54,7 @@ class WeightsDigest:
         module = self._module()
         if module is None:
             raise EngineLoadError("the module of this engine no longer exists")
-        whole = hashlib.sha256()
-        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        whole, named = hashlib.sha256(), _all_tensors(module)
         for name, tensor in sorted(named.items()):
             whole.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0{self._of(name, tensor)}\n".encode())
         return whole.hexdigest()
@@ -62,7 +66,7 @@ class WeightsDigest:
     def sample(self) -> WeightSample:
         """A few numbers of each tensor, as they are now."""
         module = self._module()
-        return WeightSample([] if module is None else (*module.parameters(), *module.buffers()))
+        return WeightSample([] if module is None else _all_tensors(module).values())
 
     def _of(self, name: str, tensor: torch.Tensor) -> str:
         try:
@@ -75,6 +79,15 @@ class WeightsDigest:
         except (NotImplementedError, RuntimeError, TypeError) as error:
             raise EngineLoadError(f"the bytes of {name} ({type(tensor).__name__}) cannot be read: {error}") from error
         return known.digest
+
+
+def _all_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Everything that a constant of an engine can have been, by name."""
+    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for path, tensor in live_tensors(module):
+        if _OF_HOOKS.isdisjoint(path):
+            named.setdefault(".".join(map(str, path)), tensor)
+    return named
 
 
 def _bytes_digest(tensor: torch.Tensor) -> str:
@@ -115,27 +128,34 @@ class BakedEngine:
         self._engine = engine
         self._weights = weights
         self._expected = expected
-        self._sample = weights.sample()
-        self.rebind()
+        self._sample: WeightSample | None = None
+        self._compare()
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run; see :class:`aitune_hf.backends.base.Engine`."""
-        if self._sample.changed():  # Edits through `.data` leave no other trace.
-            self._weights.forget()
+        if self._sample is None or self._sample.changed():  # Edits through `.data` leave no other trace.
             self.rebind()
         return self._engine(inputs)
 
     def rebind(self) -> None:
-        """Do nothing if the module's weights are those in the engine, wherever they lie.
+        """Do nothing if the module's weights are those in the engine, wherever they lie. Reads all of them.
 
         Raises:
             EngineLoadError: if they are not.
         """
+        self._weights.forget()
+        with suppress(EngineLoadError):  # It may look at weights too, where they were. If it cannot, its calls say so.
+            self._engine.rebind()
+        self._compare()
+
+    def close(self) -> None:
+        """Let go of the engine."""
+        self._sample = None
+        self._engine.close()
+
+    def _compare(self) -> None:
+        self._sample = None
         sample = self._weights.sample()
         if self._weights.digest() != self._expected:
             raise EngineLoadError("they are part of the engine, and these are others; tune again to use the new ones")
         self._sample = sample
-
-    def close(self) -> None:
-        """Let go of the engine."""
-        self._engine.close()

@@ -68,6 +68,8 @@ def test_a_sample_sees_what_changes_whole_tensors() -> None:
         torch.tensor([True, False]),
         torch.zeros(0, 3),
         torch.nn.Parameter(torch.arange(12.0).reshape(3, 4)),
+        torch.ones(3, 5, dtype=torch.complex64).t(),
+        torch.ones(5, dtype=torch.complex128),
     ]
     sample = WeightSample(tensors)
     assert not sample.changed()
@@ -81,3 +83,8 @@ def test_a_sample_sees_what_changes_whole_tensors() -> None:
             tensor.data.copy_(kept)
             assert not sample.changed()
     assert not WeightSample([]).changed()
+
+
+def test_a_sample_leaves_out_what_is_not_plain_memory() -> None:
+    complex_numbers = torch.ones(3, dtype=torch.complex64).conj()
+    assert not WeightSample([torch.eye(3).to_sparse(), complex_numbers, complex_numbers.imag]).changed()
