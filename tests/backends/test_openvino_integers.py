@@ -236,7 +236,7 @@ def test_an_engine_refuses_integers_beyond_what_it_is_right_for(tmp_path: Path) 
     for ids in (torch.tensor(INPUT), torch.tensor([4_194_299, -4_194_301]), torch.tensor([-48, 48])):
         assert all(torch.equal(a, b) for a, b in zip(engine([ids]), asked.module(ids), strict=True))
     for number in (INPUT[1] + 1, INPUT[0] - 1, 173_782_000):
-        with pytest.raises(ValueError, match=f"from 5 to {number}|from {number} to 5"):
+        with pytest.raises(ValueError, match=f"those from {INPUT[0]} to {INPUT[1]}"):
             engine([torch.tensor([5, number])])
     engine.close()
 
