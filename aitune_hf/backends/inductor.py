@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,7 +158,7 @@ class InductorEngine:
         self._rebinding = threading.Lock()
         self._gate = CallGate(threads)
         self._take, self._give = self._gate.take, self._gate.give
-        self._run = _no_weights
+        self._run: Callable[[list[torch.Tensor]], list[torch.Tensor]] = _no_weights
         self._is_ready = False
         self._bind(live)
 
