@@ -204,7 +204,7 @@ class _Pull:
         self, engine: SharedEngine, verdict: SharedVerdict, finding: Finding, fetcher: Fetcher
     ) -> Admitted | Refused:
         """Fetch an engine, once for all modules of equal structure."""
-        place = f"{fetcher.remote.url} {engine.key.digest}"
+        place = f"{fetcher.remote.url}@{fetcher.commit} {engine.key.digest}"
         if place not in self._answers:
             self._answers[place] = answer = self._fetch(engine, verdict, finding, fetcher)
             if isinstance(answer, Admitted) and answer.policy != "present":

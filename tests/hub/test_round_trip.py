@@ -191,6 +191,9 @@ def test_a_name_may_say_the_commit(hub: FakeHub, machine: Machines) -> None:
     for name in (f"{REPO}@{good}", f"https://huggingface.co/{REPO}@{good}", f"hf://{REPO}@{good}"):
         assert machine(name.replace("/", " ")).pull(Block(), name).repos == (f"{REPO}@{good[:12]}",)
         assert machine("theirs").look_up(Block(), name).hits
+    later = hub.repos[REPO].commit(hub.repos[REPO].at(good).files, "back again").oid  # type: ignore[union-attr]
+    both = machine("both").pull(Block(), f"{REPO}@{good}", f"{REPO}@{later}", trust=f"{REPO}@{later}")
+    assert [outcome.answer for outcome in both.modules] == ["hit"]  # by the second name
     with pytest.raises(ConfigError, match="names a commit already"):
         machine("theirs").pull(Block(), f"{REPO}@{good}", revision="main")
     with pytest.raises(ConfigError, match="for a branch give revision="):
