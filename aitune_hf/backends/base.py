@@ -170,10 +170,17 @@ class Engine(Protocol):
 
         Returns:
             The tensor leaves of the output, in the order of the graph's outputs. ``inputs`` may be emptied.
+
+        Raises:
+            UnfitInputError: if it does not take these values: eager answers this call, and the engine the next ones.
+                Any other error takes it out of use.
         """
 
     def rebind(self) -> None:
-        """Take up the module's weights again, after their storage has changed.
+        """Take up the module's weights again, after their storage has changed. Calls may wait, and see no mixture.
+
+        What does not fit is not held on to: the weights from before are let go of. An interrupt may end it at any point;
+        then it is called again.
 
         Raises:
             EngineLoadError: if they no longer have the names, shapes, dtypes, strides or device the engine needs.
