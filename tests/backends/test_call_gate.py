@@ -65,6 +65,15 @@ def test_a_change_that_fails_opens_the_gate_again() -> None:
     assert tokens(gate, 2) == [0, 1]
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Interrupts are heard: a job in the background ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_while_waiting_for_a_call_opens_the_gate_again() -> None:
     gate, entered, leave = CallGate(2), threading.Event(), threading.Event()
     runs = threading.Thread(target=call, args=(gate, lambda: (entered.set(), leave.wait(10))))
