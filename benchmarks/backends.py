@@ -208,6 +208,7 @@ def compare(runs: Mapping[str, nn.Module], calls: list[Call], rounds: int) -> di
     times: dict[str, list[float]] = {label: [] for label in labels}
     for index in range(rounds + 3):
         for label in labels[index % len(labels) :] + labels[: index % len(labels)]:
+            runs[label](**calls[0])  # Untimed: threads of the run before may still be spinning.
             start = time.perf_counter()
             runs[label](**calls[0])
             if index >= 3:
