@@ -59,8 +59,9 @@ class Case:
                 run()
 
     def add_round(self, device: torch.device) -> None:
-        """Time each once, in turn."""
+        """Time each once, in turn, after an untimed run of the same: threads of the one before may still be spinning."""
         for run, times in zip(self.runs, self.times, strict=True):
+            run()
             times.append(_timed(run, device))
 
 

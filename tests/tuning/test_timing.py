@@ -60,8 +60,10 @@ def test_a_round_over_several_shapes_is_one_ratio(spend: Spend) -> None:
 
 
 def test_the_interval_is_of_order_statistics_over_the_rounds(spend: Spend) -> None:
-    # Warm-up takes the first three; then eager / engine is 1, 2, … 15, so the median surely lies from the 4th to the 12th.
-    times = iter([1.0] * timing.WARM_UP + [120 / rank for rank in range(1, 16)])
+    # Warm-up takes the first three, and each turn begins with an untimed run; eager / engine is 1, 2, … 15, so the median
+    # surely lies from the 4th to the 12th.
+    turns = [seconds for rank in range(1, 16) for seconds in (1.0, 120 / rank)]
+    times = iter([1.0] * timing.WARM_UP + turns)
     found = timing.interleaved_timing(
         [timing.Case(1, [lambda: spend(120), lambda: spend(next(times))])], 15, CPU, lambda found: True
     )[0]
@@ -128,6 +130,6 @@ def test_the_slowest_shape_is_told(spend: Spend) -> None:
 
 
 def test_noise_is_seen(spend: Spend) -> None:
-    waits = itertools.cycle([1.0, 2.0])
+    waits = itertools.cycle([1.0, 1.0, 2.0, 2.0])
     assert paired_timing([(1, lambda: spend(4), lambda: spend(next(waits)))], 9, CPU).is_noisy
     assert not paired_timing([(1, lambda: spend(4), lambda: spend(2))], 9, CPU).is_noisy
