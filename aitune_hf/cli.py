@@ -75,7 +75,8 @@ def _build(arguments: argparse.Namespace) -> int:
     """Settings come from ``AITUNE_HF_*``."""
     import torch
 
-    from aitune_hf.pipeline import AITunePipeline, modules_of
+    from aitune_hf.pipeline import AITunePipeline
+    from aitune_hf.target import modules_of
     from aitune_hf.tuning.targets import DEFAULT_TARGETS
 
     try:
@@ -155,7 +156,8 @@ def _signing_key(path: Path | None) -> bytes | None:
 
 def _share(arguments: argparse.Namespace) -> int:
     from aitune_hf.model import AITuneModel
-    from aitune_hf.pipeline import AITunePipeline, checked_sources, explain_target, look_up_target
+    from aitune_hf.pipeline import AITunePipeline
+    from aitune_hf.target import checked_sources, explain_target, look_up_target
 
     # What is wrong with these is said before the pipeline is loaded.
     trust = checked_sources(arguments.repo, getattr(arguments, "trust", None))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from aitune_hf.config import TuneConfig
 from aitune_hf.jit.patcher import unpatch_tree
 from aitune_hf.jit.statistics import TuningStats
-from aitune_hf.pipeline import build_target_for, modules_of, pull_target, push_target, tune_target
+from aitune_hf.target import build_target_for, modules_of, pull_target, push_target, tune_target
 from aitune_hf.tuning.drive import stats_of
 from aitune_hf.tuning.report import TuningReport
 

@@ -16,7 +16,8 @@ from aitune_hf.integrations import transformers as hf_transformers
 from aitune_hf.integrations.tuned_class import tuned_class
 from aitune_hf.jit.patcher import unpatch_tree
 from aitune_hf.jit.statistics import TuningStats
-from aitune_hf.pipeline import SharingMixin, checked_sources, load_message, tune_target
+from aitune_hf.pipeline import SharingMixin, load_message
+from aitune_hf.target import checked_sources, tune_target
 from aitune_hf.tuning.drive import restore_modules, stats_of
 from aitune_hf.tuning.report import TuningReport
 

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tuning",),
     ("hub",),
     ("integrations", "report"),
+    ("target",),
     ("pipeline", "model"),
     ("functional",),
     ("__init__",),
@@ -44,8 +45,8 @@ VIEWS: dict[str, tuple[str, ...]] = {
     "graph": ("errors",),
     # The last: what `jit.enable` hands out, imported when it is asked for.
     "jit": ("errors", "config", "graph", "cache", "backends.base", "tuning.enable"),
-    "pipeline": ("model", *(part for row in LAYERS[:9] for part in row)),
-    "model": ("pipeline", *(part for row in LAYERS[:9] for part in row)),
+    "pipeline": ("model", *(part for row in LAYERS[:10] for part in row)),
+    "model": ("pipeline", *(part for row in LAYERS[:10] for part in row)),
 }
 
 # Who may import a library at all.

@@ -112,7 +112,8 @@ def _loosen_attention(package: Any, network: Any) -> None:
     kind = getattr(package.LayerType, "ATTENTION_OUTPUT", None)
     for layer in (network.get_layer(index) for index in range(network.num_layers)):
         if kind is not None and layer.type == kind:
-            layer.__class__ = package.IAttentionOutputLayer  # How this API is told what a layer is.
+            # The network hands out every layer as the base class, and its Python API knows no other cast.
+            layer.__class__ = package.IAttentionOutputLayer
             layer.attention.decomposable = True
 
 

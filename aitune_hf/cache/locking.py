@@ -90,7 +90,7 @@ class KeyLock:
             self._lock.acquire(timeout=timeout_s)
         except Timeout:
             return False
-        except NotImplementedError as error:
+        except NotImplementedError as error:  # From filelock, where the file system has none.
             raise OSError(errno.ENOSYS, "this file system has no locks") from error
         return True
 

@@ -28,4 +28,5 @@ def unpatch_device_attribute(module: nn.Module) -> None:
     """Undo :func:`patch_device_attribute`; nothing happens where it was not done."""
     own = type(module).__dict__
     if _MARK in own:
-        module.__class__ = own[BASE_ATTRIBUTE]  # Back to the class it was made with.
+        # The inverse of the line above in patch_device_attribute: back to the class it was made with.
+        module.__class__ = own[BASE_ATTRIBUTE]

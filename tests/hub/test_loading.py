@@ -14,7 +14,7 @@ from aitune_hf import AITuneModel, AITunePipeline
 from aitune_hf.cli import main
 from aitune_hf.errors import ConfigError, HubError
 from aitune_hf.hub.target import Target
-from aitune_hf.pipeline import modules_of, push_target
+from aitune_hf.target import modules_of, push_target
 
 REPO = "me/tuned"
 Machines = Callable[[str], Machine]

@@ -27,7 +27,7 @@ from aitune_hf.jit.patched_module import PatchedModule
 from aitune_hf.jit.patcher import Patcher, patched_of, unpatch_tree
 from aitune_hf.jit.session import TuningSession, use_session
 from aitune_hf.jit.statistics import TuningStats
-from aitune_hf.pipeline import tune_target
+from aitune_hf.target import tune_target
 from aitune_hf.tuning.drive import make_tuner, stats_of
 
 
