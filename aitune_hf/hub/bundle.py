@@ -79,7 +79,8 @@ class _Shelf:
         """A verdict with the engines in it that this module uses."""
         weights = WeightsDigest(module)
         used = [record for record in verdict.engines if record.is_for(weights)]
-        used += [record.strict for record in used if record.strict is not None and record.strict.is_for(weights)]
+        strict = [record.strict for record in used if record.result.lossy]
+        used += [record for record in strict if record is not None and record.is_for(weights)]
         found = [engine for record in used if (engine := self._engine(record)) is not None]
         lost = tuple({**item, "reason": printable(str(item["reason"]))} for item in verdict.lost)
         return SharedVerdict(graph=verdict.graph, engines=tuple(found), lost=lost)
@@ -114,8 +115,10 @@ def _copy(
 
 
 def _for_others(record: EngineRecord) -> EngineRecord:
-    strict = None if record.strict is None else _for_others(record.strict)
-    return replace(record, result=replace(record.result, reason=printable(record.result.reason)), strict=strict)
+    # Lossy ones that were never measured on a whole pipeline stay here.
+    strict = record.strict if record.result.lossy else None
+    fallback = None if strict is None else _for_others(strict)
+    return replace(record, result=replace(record.result, reason=printable(record.result.reason)), fallback=fallback)
 
 
 def _digest(data: bytes) -> FileDigest:

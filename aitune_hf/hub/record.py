@@ -9,7 +9,7 @@ opens, imports and runs nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,7 +91,7 @@ class SharedEngine:
             if files[name].size > _MAX_FILE_BYTES:
                 raise CorruptEntryError(f"{name}: {files[name].size} bytes are more than an engine can have")
         record = EngineRecord.from_dict({key: fields[key] for key in fields if key != "files"})
-        for each in _with_strict([record]):
+        for each in record.chain():
             check_record(each)
         return cls(record=record, files=files)
 
@@ -129,7 +129,7 @@ class SharedVerdict:
         fields = exact_fields(data, ("graph", "engines", "lost"), "verdict")
         graph = GraphSpec.from_dict(object_field(fields, "graph"))
         engines = tuple(SharedEngine.from_dict(item) for item in _items(fields, "engines"))
-        for record in _with_strict(engine.record for engine in engines):
+        for record in (step for engine in engines for step in engine.record.chain()):
             if record.key.hierarchy_hash != structure or record.key.graph_key != graph.key[:32]:
                 raise CorruptEntryError("an engine that is not for the graph it is listed under")
         return cls(graph=graph, engines=engines, lost=tuple(check_lost(item) for item in _items(fields, "lost")))
@@ -295,14 +295,6 @@ class PipelineRecord:
             roots={path: text_field(roots, path, "[0-9a-f]{64}") for path in roots},
             tuned=tuple(TunedIn.from_dict(item) for item in _items(fields, "tuned")),
         )
-
-
-def _with_strict(records: Iterable[EngineRecord]) -> Iterator[EngineRecord]:
-    for record in records:
-        step: EngineRecord | None = record
-        while step is not None:
-            yield step
-            step = step.strict
 
 
 def _list(value: object) -> list[Any]:

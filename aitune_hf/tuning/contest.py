@@ -6,6 +6,7 @@ loaded again from the cache should it be timed a second time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,12 +30,13 @@ class Outcome:
 
     Attributes:
         best: who won, with its engine loaded; None where eager stays.
-        strict: who won among those that are not lossy, loaded only if it is ``best``.
+        fallbacks: where ``best`` is lossy: the next best ones, each nearer to eager than those before it, until one that
+            is not lossy. None of them is loaded.
         results: what came of each candidate.
     """
 
     best: Contender | None
-    strict: Contender | None
+    fallbacks: Sequence[Contender]
     results: Sequence[CandidateResult]
 
 
@@ -51,7 +53,6 @@ class Contest:
         self._variant = variant
         self._strategy: TuneStrategy = trial.config.chosen_strategy
         self._best: Contender | None = None
-        self._strict: Contender | None = None
         self._entries: list[Contender | CandidateResult] = []
         self._doubtful: list[Contender] = []
         self._timed_again: list[Contender] = []
@@ -80,7 +81,19 @@ class Contest:
             for one in (result for result in results if result.outcome == "won"):
                 assert one.timing is not None, f"{one.label} won and was not timed"
                 assert one.timing.wins(self._trial.config.min_speedup), f"{one.label} won and does not beat eager"
-        return Outcome(best=self._best, strict=self._strict, results=results)
+        return Outcome(best=self._best, fallbacks=self._fallbacks(), results=results)
+
+    def _fallbacks(self) -> list[Contender]:
+        found: list[Contender] = []
+        last = self._best
+        right = [one for one in self._entries if isinstance(one, Contender) and one.result.outcome == "right"]
+        for one in sorted(right, key=_speed, reverse=True):
+            if last is None or not last.result.lossy:
+                break
+            if _likeness(one) > _likeness(last):
+                found.append(one)
+                last = one
+        return found
 
     def _enough(self, candidate: Candidate) -> str | None:
         """Why a candidate need not be tried any more, or None."""
@@ -183,8 +196,6 @@ class Contest:
         # Whoever won the run-off is loaded, and was timed last; after that, the fastest.
         left = sorted(right, key=lambda one: (one.result.outcome == "won", _speed(one)), reverse=True)
         self._best = None
-        if self._strict not in left:
-            self._strict = next((one for one in left if not one.result.lossy), None)
         for contender in left:
             try:
                 self._trial.load_again(self._work, contender)
@@ -196,8 +207,6 @@ class Contest:
     def _crown(self, contender: Contender) -> None:
         contender.result = replace(contender.result, outcome="won", reason="")
         self._best = contender
-        if not contender.result.lossy:
-            self._strict = contender
 
     def _beaten(self, loser: Contender, winner: Contender) -> None:
         loser.unload()
@@ -208,8 +217,6 @@ class Contest:
             speeds = f"{its.speedup:.2f}x eager's speed against {mine.speedup:.2f}x"
             reason = f"{winner.candidate.label} {what}: {speeds}"
         loser.result = replace(loser.result, outcome="right", reason=reason)
-        if winner.result.lossy and not loser.result.lossy and _speed(loser) > _speed(self._strict):
-            self._strict = loser
 
     def _time_again(self) -> None:
         """A second timing, some time later, for those that the first one was not kind or not clear to."""
@@ -223,5 +230,11 @@ class Contest:
             self._time(contender, "once more")
 
 
-def _speed(contender: Contender | None) -> float:
-    return contender.result.timing.speedup if contender is not None and contender.result.timing else 0.0
+def _speed(contender: Contender) -> float:
+    return contender.result.timing.speedup if contender.result.timing else 0.0
+
+
+def _likeness(contender: Contender) -> float:
+    """How near to eager: the cosine similarity of a lossy one, and more than any of those where it is not."""
+    result = contender.result
+    return (result.similarity or 0.0) if result.lossy else math.inf

@@ -130,7 +130,7 @@ class GraphDecision:
         return sweep_batch_sizes(self._patched, self._work, best, sizes, self._stopwatch)
 
     def _settled(self, outcome: Outcome, sweep: BatchSweep) -> tuple[Contender, EngineRecord] | None:
-        best, strict = outcome.best, outcome.strict
+        best = outcome.best
         results = list(outcome.results)
         if best is not None:
             index = next(place for place, result in enumerate(results) if result is best.result)
@@ -138,16 +138,16 @@ class GraphDecision:
         self._candidates += results
         if best is None:
             return None
-        fallback = None
-        if strict is not None and strict is not best:
-            won = replace(strict.result, outcome="won", reason="")
-            fallback = EngineRecord(key=strict.key, envelope=strict.envelope, result=won)
+        fallback: EngineRecord | None = None
+        for one in reversed(outcome.fallbacks):
+            won = replace(one.result, outcome="won", reason="")
+            fallback = EngineRecord(key=one.key, envelope=one.envelope, result=won, fallback=fallback)
         record = EngineRecord(
             key=best.key,
             envelope=best.envelope,
             result=best.result,
             eager_at=tuple(sweep.eager_at),
-            strict=fallback,
+            fallback=fallback,
         )
         best.engine.eager_at = eager_sizes(record)
         best.engine.trusted = True

@@ -49,31 +49,31 @@ def hold_to_budget(
 ) -> QualityOutcome:
     """Run all samples tuned; while the outputs are too far from eager's, take lossy engines back, the worst first.
 
-    Equal modules that share an engine go together.
+    In place of each comes the next best one that is nearer to eager, which may be lossy too: the fastest combination that
+    keeps to the budget is not looked for among all, but found step by step. Equal modules that share an engine go together.
 
     Args:
         eager: per sample, what :func:`~aitune_hf.tuning.output_metrics.kept_output` kept of eager's output.
     """
-    groups: dict[str, list[LossyEngine]] = {}
-    for one in lossy:
-        groups.setdefault(one.engine, []).append(one)
-    left = sorted(groups.values(), key=lambda group: -min(one.similarity for one in group))
+    left = list(lossy)
     taken_back: list[LossyEngine] = []
     value = _worst(budget, drive, samples, eager, progress)
     while left and not budget.holds(value):
-        group = left.pop()
         why = f"with it the pipeline's outputs missed the quality budget: {value:.9g}, asked for {budget}"
-        for one in group:
-            one.take_back(book, why)
-        taken_back += group
+        worst = min(left, key=lambda one: one.similarity).engine
+        for one in [one for one in left if one.engine == worst]:
+            left.remove(one)
+            taken_back.append(one)
+            in_its_place = one.take_back(book, why)
+            if in_its_place is not None:
+                left.append(in_its_place)
         value = _worst(budget, drive, samples, eager, progress)
-    admitted = [one for group in left for one in group]
-    for one in admitted:
+    for one in left:
         one.admit(book, budget, value)
     return QualityOutcome(
         budget=str(budget),
         value=value,
-        admitted=[one.label for one in admitted],
+        admitted=[one.label for one in left],
         taken_back=[one.label for one in taken_back],
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, cast
@@ -29,7 +29,8 @@ __all__ = [
 ]
 
 #: 2: candidates carry their options; engines may be lossy, hold weights, or leave some batch sizes to eager.
-SCHEMA = 2
+#: 3: a lossy engine names the next best ones, not the best strict one alone.
+SCHEMA = 3
 #: Engines that one verdict remembers: engines that hold weights are one per set of weights.
 MAX_ENGINES = 32
 
@@ -42,7 +43,8 @@ class EngineRecord:
         eager_at: ``[input, axis, size]`` of the batch sizes at which eager is faster and answers.
         admitted: of a lossy engine: the ``metric``, its ``value`` on the whole pipeline, and the digest of the module's
             ``weights`` with which that was measured.
-        strict: of a lossy engine: the best one that is not, for where the budget is not met.
+        fallback: of a lossy engine: the next best one that is nearer to eager, for where the budget is not met. It may be
+            lossy and have a fallback itself.
     """
 
     key: EngineKey
@@ -50,7 +52,19 @@ class EngineRecord:
     result: CandidateResult
     eager_at: Sequence[tuple[int, int, int]] = ()
     admitted: Mapping[str, Any] | None = None
-    strict: EngineRecord | None = None
+    fallback: EngineRecord | None = None
+
+    def chain(self) -> Iterator[EngineRecord]:
+        """Itself, its fallback, that one's fallback, and so on."""
+        step: EngineRecord | None = self
+        while step is not None:
+            yield step
+            step = step.fallback
+
+    @property
+    def strict(self) -> EngineRecord | None:
+        """The best one of the chain that is not lossy."""
+        return next((one for one in self.chain() if not one.result.lossy), None)
 
     def is_for(self, weights: WeightsDigest, *, measured: bool = False) -> bool:
         """True unless it holds other weights than the module has now.
@@ -72,7 +86,7 @@ class EngineRecord:
             "result": self.result.to_dict(),
             "eager_at": [list(place) for place in self.eager_at],
             "admitted": dict(self.admitted) if self.admitted is not None else None,
-            "strict": self.strict.to_dict() if self.strict is not None else None,
+            "fallback": self.fallback.to_dict() if self.fallback is not None else None,
         }
 
     @classmethod
@@ -84,7 +98,7 @@ class EngineRecord:
             result=CandidateResult.from_dict(data["result"]),
             eager_at=tuple((int(index), int(axis), int(size)) for index, axis, size in data["eager_at"]),
             admitted=data["admitted"],
-            strict=cls.from_dict(data["strict"]) if data["strict"] is not None else None,
+            fallback=cls.from_dict(data["fallback"]) if data["fallback"] is not None else None,
         )
 
 

@@ -152,10 +152,10 @@ class VerdictBook:
     def _restore(self, subject: Subject, verdict: Verdict, engines: list[InstalledEngine]) -> None:
         for record in verdict.engines:
             try:
-                if record.is_for(subject.weights, measured=True):
-                    engines.append(self.load(subject, verdict, record))
-                elif record.strict is not None:
-                    engines.append(self.load(subject, verdict, record.strict))
+                usable = (one for one in record.chain() if one.is_for(subject.weights, measured=True))
+                found = next(usable, None)
+                if found is not None:
+                    engines.append(self.load(subject, verdict, found))
             except CandidateError as error:
                 logger.warning("%s: %s", subject.path, error)
 

@@ -149,7 +149,7 @@ def test_a_result_with_times_is_read(machine: Machines, tmp_path: Path) -> None:
         lambda body: body["tuned"][0]["verdicts"].update({"\x1b[2J": []}),
         lambda body: body["roots"].update({"a\rb": "0" * 64}),
         lambda body: body.update(pipeline="Block\x1b]0;owned\x07"),
-        lambda body: engine_in(body).update(strict=other_graph(engine_in(body))),
+        lambda body: engine_in(body).update(fallback=other_graph(engine_in(body))),
         lambda body: verdict_in(body).update(lost=[{"shapes": 3, "reason": ""}]),
         lambda body: verdict_in(body).update(lost=[{"shapes": [[["4"]]], "reason": ""}]),
         lambda body: verdict_in(body).update(lost=[{}]),

@@ -18,7 +18,7 @@ from tuning_kit import Chain, QuickBackend, Waiting, outcomes, settings
 from aitune_hf import TuneConfig, stats, tune
 from aitune_hf.backends.base import BuildRequest, Recipe
 from aitune_hf.cache import LocalStore
-from aitune_hf.errors import BuildError, ConfigError, SampleError
+from aitune_hf.errors import BuildError, ConfigError, EngineLoadError, SampleError
 from aitune_hf.jit.patcher import unpatch_tree
 from aitune_hf.quality import QualityBudget
 from aitune_hf.tuning.drive import restore_modules
@@ -80,6 +80,83 @@ def test_a_lossy_engine_beyond_the_budget_gives_way_to_the_strict_one(tmp_path: 
         for _ in range(2):
             torch.testing.assert_close(model(X), Waiting.forward(model, X))
     assert stats(model).engine_calls > 0
+
+
+class Graded(QuickBackend):
+    """Recipes that are faster the rougher they are: ``noise`` by the option ``speed``."""
+
+    def __init__(self, noise: dict[str, float], cost: float = 0.0) -> None:
+        waits = {speed: float(place) / 2 for place, speed in enumerate(noise)}
+        recipes = [
+            Recipe(options={"speed": speed}, lossy=bool(amount), effort="fast", cost=cost + place)
+            for place, (speed, amount) in enumerate(noise.items())
+        ]
+        super().__init__("graded", recipes=recipes, by_recipe=waits)
+        self.levels = noise
+
+    def change(self, leaves: list[torch.Tensor], engine: Any) -> list[torch.Tensor]:
+        return [leaf + leaf.square().mean().sqrt() * self.levels[engine["options"]["speed"]] for leaf in leaves]
+
+
+LEVELS = {"roughest": 0.3, "rougher": 0.2, "rough": 0.01, "exact": 0.0}
+
+
+def test_the_next_best_lossy_engine_follows_one_beyond_the_budget(tmp_path: Path, model: nn.Module) -> None:
+    config = relaxed(tmp_path, Graded(LEVELS))
+    report = tune(model, [X], config)
+    assert report.rows[0].backend == "graded[speed=rough]"
+    assert report.quality.taken_back == ["Waiting: graded[speed=roughest]", "Waiting: graded[speed=rougher]"]
+    assert report.quality.admitted == ["Waiting: graded[speed=rough]"]
+    assert 0 < report.quality.value <= 0.05
+    assert outcomes(report)["graded[speed=rough]"][0] == "won"
+    assert outcomes(report)["graded[speed=exact]"][0] == "right"
+    with torch.no_grad():
+        for _ in range(2):
+            assert 0 < float((model(X) - Waiting.forward(model, X)).abs().max()) <= 0.05
+    # What missed the budget is out for good: here, in the next tuning, and at the next start.
+    again = Graded(LEVELS)
+    report = tune(model, [X], replace(config, backends=(again,)))
+    assert (again.builds, report.rows[0].backend, report.quality.taken_back) == ([], "graded[speed=rough]", [])
+    unpatch_tree(model)
+    assert restore_modules({"": model}, config) == 1
+    with torch.no_grad():
+        model(X)  # Eager answers the first call of an engine that was not checked in this process.
+        assert 0 < float((model(X) - Waiting.forward(model, X)).abs().max()) <= 0.05
+
+
+def test_the_last_fallback_is_the_strict_one(tmp_path: Path, model: nn.Module) -> None:
+    tight = QualityBudget(metric="max_abs", most=1e-4)
+    report = tune(model, [X], relaxed(tmp_path, Graded(LEVELS), quality=tight))
+    assert report.rows[0].backend == "graded[speed=exact]"
+    assert len(report.quality.taken_back) == 3
+    assert report.quality.admitted == []
+    with torch.no_grad():
+        torch.testing.assert_close(model(X), Waiting.forward(model, X))
+
+
+def test_what_is_rougher_and_slower_is_no_fallback(tmp_path: Path, model: nn.Module) -> None:
+    odd = {"rough": 0.2, "rougher": 0.3, "exact": 0.0}
+    report = tune(model, [X], relaxed(tmp_path, Graded(odd)))
+    assert report.rows[0].backend == "graded[speed=exact]"
+    assert report.quality.taken_back == ["Waiting: graded[speed=rough]"]
+
+
+def test_a_fallback_that_is_gone_from_the_cache_is_passed_over(
+    tmp_path: Path, model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Forgetful(Graded):
+        """Cannot load its middle engine a second time."""
+
+        def load(self, request: Any) -> Any:
+            if request.engine["options"]["speed"] == "rough":
+                self.loads = getattr(self, "loads", 0) + 1
+                if self.loads > 1:
+                    raise EngineLoadError("lost")
+            return super().load(request)
+
+    report = tune(model, [X], relaxed(tmp_path, Forgetful({"rougher": 0.2, "rough": 0.01, "exact": 0.0})))
+    assert report.rows[0].backend == "graded[speed=exact]"
+    assert "a fallback of a lossy engine is not used: lost" in caplog.text
 
 
 def test_without_a_strict_winner_eager_takes_its_place(tmp_path: Path, model: nn.Module) -> None:

@@ -43,7 +43,7 @@ def test_a_verdict_of_an_earlier_schema_counts_as_absent(tmp_path: Path, model: 
     store = LocalStore(tmp_path)
     name = verdict_record(store)
     record: Any = store.read_record(name)
-    assert record["schema"] == SCHEMA == 2
+    assert record["schema"] == SCHEMA
     store.write_record(name, {**record, "schema": 1})
     unpatch_tree(model)
     assert restore_modules({"": model}, config) == 0
@@ -64,7 +64,7 @@ def test_a_record_of_an_engine_survives_json(tmp_path: Path, model: nn.Module) -
         record,
         eager_at=((0, 0, 1),),
         admitted={"metric": "cosine >= 0.9", "value": 0.99, "weights": "0" * 64},
-        strict=record,
+        fallback=record,
     )
     assert EngineRecord.from_dict(json.loads(json.dumps(lossy.to_dict()))) == lossy
 
