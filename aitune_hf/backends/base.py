@@ -7,6 +7,7 @@ A backend declines with a reason; it never decides whether its engine is right o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from aitune_hf.errors import EngineLoadError
 from aitune_hf.graph.graph_spec import GraphSpec
 from aitune_hf.graph.sample_store import Sample
 from aitune_hf.graph.shape_envelope import ShapeEnvelope
@@ -32,6 +34,9 @@ __all__ = [
     "LoadRequest",
     "Recipe",
     "WeightsPolicy",
+    "check_format",
+    "full_version",
+    "unread_format",
 ]
 
 #: How an engine gets its weights: it reads the module's live tensors, is filled from them at load, or holds its own.
@@ -201,6 +206,9 @@ class Backend(Protocol):
         isolated: True if building may hang or crash in native code. It is then done in a child process, where the
             module is not: :meth:`build` must get all it needs from :meth:`BuildRequest.capture`, whose weights are
             random there, and from the request's other fields.
+
+    A backend that changes the form of its artefacts says so with an integer attribute ``format``, which is 1 where there is
+    none: engines of another form are not found any more, and built anew.
     """
 
     name: str
@@ -208,7 +216,7 @@ class Backend(Protocol):
     isolated: bool
 
     def version(self) -> str:
-        """Version of what generates the artefact; part of the cache key."""
+        """Version of what generates the artefact; part of the cache key, as :func:`full_version` gives it."""
 
     def available(self) -> str | None:
         """None if it can build here, else why not and what would help. Loading may need less."""
@@ -233,3 +241,23 @@ class Backend(Protocol):
         Raises:
             EngineLoadError: if it cannot be loaded or the module's weights do not fit.
         """
+
+
+def full_version(backend: Backend) -> str:
+    """The backend's version and, from the second form of its artefacts on, that form: ``"2026.4.1+format3"``."""
+    number = getattr(backend, "format", 1)
+    return backend.version() if number == 1 else f"{backend.version()}+format{number}"
+
+
+def unread_format(backend: Backend, version: str) -> str | None:
+    """Why artefacts of a :func:`full_version` are not read here, as far as their form tells; None if they are."""
+    found, here = re.search(r"\+format(\d{1,9})$", version), getattr(backend, "format", 1)
+    number = int(found.group(1)) if found else 1
+    return None if number == here else f"in {backend.name}'s format {number}, here {here} is read"
+
+
+def check_format(request: LoadRequest, number: int) -> None:
+    """Raise ``EngineLoadError`` unless the engine's description is of this format."""
+    found = request.engine.get("format")
+    if found != number:
+        raise EngineLoadError(f"{request.path}: the engine's format is unknown: {found}")

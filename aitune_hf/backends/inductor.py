@@ -16,7 +16,7 @@ import torch
 
 from aitune_hf.backends.aoti_compile import compile_package, compiler, compiler_options
 from aitune_hf.backends.aoti_package import AOTIPackage, missing_loader
-from aitune_hf.backends.base import BuildRequest, BuildResult, Engine, LoadRequest, Recipe
+from aitune_hf.backends.base import BuildRequest, BuildResult, Engine, LoadRequest, Recipe, check_format
 from aitune_hf.backends.call_gate import ONCE, CallGate
 from aitune_hf.backends.constants import Constant, memory_key, resolve
 from aitune_hf.backends.cuda_graphs import GraphedEngine
@@ -30,7 +30,6 @@ __all__ = ["InductorBackend", "InductorEngine"]
 
 PACKAGE = "model.pt2"
 RESIDUALS = "residuals.safetensors"
-_FORMAT = 1
 _OPTIONS = {"portable": False, "freezing": False, "max_autotune": False, "cuda_graphs": False}
 #: A constant of at least this many bytes is looked for in the package, to be sure that it is not there.
 _TELLING_BYTES = 256
@@ -48,6 +47,7 @@ class InductorBackend:
 
     name = "inductor"
     native = True
+    format = 1
     isolated = False
 
     def version(self) -> str:
@@ -99,7 +99,7 @@ class InductorBackend:
         except BuildError as error:
             raise BuildError(f"{request.path}: {error}") from error
         if options["freezing"]:
-            engine = {"format": _FORMAT, "options": options, "constants": []}
+            engine = {"format": self.format, "options": options, "constants": []}
             return BuildResult(files=[PACKAGE], envelope=graph.envelope, engine=engine)
         constants = _used_constants(graph, package, request)
         _check_weight_free(package, constants, request)
@@ -111,7 +111,7 @@ class InductorBackend:
             save_file({k: v.contiguous().cpu() for k, v in residuals.items()}, request.workdir / RESIDUALS)
             files.append(RESIDUALS)
         engine = {
-            "format": _FORMAT,
+            "format": self.format,
             "options": options,
             "constants": [constant.to_json() for constant in constants],
         }
@@ -119,8 +119,7 @@ class InductorBackend:
 
     def load(self, request: LoadRequest) -> Engine:
         """Load a package and bind it to the module's tensors."""
-        if request.engine.get("format") != _FORMAT:
-            raise EngineLoadError(f"{request.path}: the engine's format is unknown: {request.engine.get('format')}")
+        check_format(request, self.format)
         engine = InductorEngine(request)
         return GraphedEngine(engine, engine.device) if request.engine["options"].get("cuda_graphs") else engine
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aitune_hf.backends.base import BuildRequest, BuildResult, LoadRequest, Recipe
+from aitune_hf.backends.base import BuildRequest, BuildResult, LoadRequest, Recipe, check_format
 from aitune_hf.backends.constant_map import ConstantMap, ProbedBuild, find_constant_map
 from aitune_hf.backends.onnx_export import OnnxExport, declare_external, export_onnx, missing_exporter
 from aitune_hf.backends.onnxruntime_engine import OnnxRuntimeEngine
@@ -19,6 +19,7 @@ from aitune_hf.backends.onnxruntime_session import (
     missing_runtime,
     providers_for,
 )
+from aitune_hf.backends.output_check import first_difference
 from aitune_hf.backends.probes import values_of, with_probes
 from aitune_hf.backends.quiet import quiet_torch
 from aitune_hf.backends.requirements import elsewhere, unmet_requirement
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["OnnxRuntimeBackend"]
 
 MODEL = "model.onnx"
-_FORMAT = 1
 _OPTIONS: dict[str, Any] = {"opset": 23, "precision": "strict"}
 _PRECISIONS = ("strict", "int8")
 #: The first version of ONNX that torch exports to, and the first in which attention is one operator.
@@ -53,6 +53,7 @@ class OnnxRuntimeBackend:
 
     name = "onnxruntime"
     native = False
+    format = 1
     isolated = True
 
     def version(self) -> str:
@@ -111,7 +112,7 @@ class OnnxRuntimeBackend:
         content: bytes = model.SerializeToString(deterministic=True)
         _try(content, weights, graph, request, _TRIAL_TOLERANCE[options["precision"]])
         (request.workdir / MODEL).write_bytes(content)
-        engine = {"format": _FORMAT, "options": options, "weights": weights.to_json()}
+        engine = {"format": self.format, "options": options, "weights": weights.to_json()}
         return BuildResult(files=[MODEL], envelope=graph.envelope, engine=engine)
 
     def load(self, request: LoadRequest) -> OnnxRuntimeEngine:
@@ -119,8 +120,7 @@ class OnnxRuntimeBackend:
         reason = missing_runtime()
         if reason:
             raise EngineLoadError(f"{request.path}: {reason}")
-        if request.engine.get("format") != _FORMAT:
-            raise EngineLoadError(f"{request.path}: the engine's format is unknown: {request.engine.get('format')}")
+        check_format(request, self.format)
         weights = ConstantMap.from_json(request.engine["weights"])
         model = (request.folder / MODEL).read_bytes()
         try:
@@ -187,19 +187,6 @@ def _try(content: bytes, weights: ConstantMap, graph: CapturedGraph, request: Bu
         raise BuildError(f"{request.path}: {lines[0][:300] if lines else type(error).__name__}") from error
     with torch.no_grad(), quiet_torch():
         expected = graph.program.module()(*inputs)
-    for index, (got, want) in enumerate(zip(outputs, expected, strict=True)):
-        problem = _difference(got, want, tolerance)
-        if problem:
-            raise BuildError(f"{request.path}: output {index} of the ONNX graph is not the program's: {problem}")
-
-
-def _difference(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str | None:
-    if (got.shape, got.dtype) != (want.shape, want.dtype):
-        return f"{got.dtype}{list(got.shape)} instead of {want.dtype}{list(want.shape)}"
-    finite = want.isfinite()
-    ours, theirs = got[finite].double(), want[finite].double()
-    largest = float(theirs.abs().max()) if theirs.numel() else 0.0
-    error = float((ours - theirs).abs().max()) if theirs.numel() else 0.0
-    if not error <= tolerance * largest + 1e-5:  # What is not a number is larger.
-        return f"it differs by {error:.2g}, where the largest value is {largest:.2g}"
-    return None
+    problem = first_difference(outputs, expected, tolerance)
+    if problem:
+        raise BuildError(f"{request.path}: the ONNX graph is another function than the program: {problem}")

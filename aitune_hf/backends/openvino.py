@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aitune_hf.backends.base import BuildRequest, BuildResult, LoadRequest, Recipe
+from aitune_hf.backends.base import BuildRequest, BuildResult, LoadRequest, Recipe, check_format
 from aitune_hf.backends.constant_map import ConstantMap, ProbedBuild, find_constant_map
 from aitune_hf.backends.openvino_convert import constant_nodes, constant_value, convert, decompose
 from aitune_hf.backends.openvino_engine import CompiledGraph, OpenVINOEngine
@@ -20,6 +21,7 @@ from aitune_hf.backends.openvino_sdk import (
     openvino_version,
     runs_bf16,
 )
+from aitune_hf.backends.output_check import first_difference
 from aitune_hf.backends.probes import values_of, with_probes
 from aitune_hf.backends.requirements import unmet_requirement
 from aitune_hf.errors import BuildError, ConfigError, EngineLoadError
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OpenVINOBackend"]
 
-_FORMAT = 2
 _CHOICES = {"precision": ("f32", "bf16"), "compress": ("int8",), "quantize": ("int8",)}
 _SEEDS = (1, 2)
 #: How far a freshly converted model may be from torch, relative to its largest output: far more than rounding, far less
@@ -48,6 +49,7 @@ class OpenVINOBackend:
 
     name = "openvino"
     native = False
+    format = 3
     isolated = True
 
     def version(self) -> str:
@@ -59,15 +61,19 @@ class OpenVINOBackend:
         return missing_openvino()
 
     def recipes(self, device: torch.device) -> list[Recipe]:
-        """Without weights in f32, and in bf16 where the CPU has it; int8 with the weights in it."""
+        """Without weights in f32, and in bf16 where the CPU has it; int8 with the weights in it.
+
+        What cannot be brought to 8 bits is computed in bf16 where the CPU has it.
+        """
         if device.type != "cpu":
             return []
         found = [Recipe(options={"precision": "f32"}, weights="filled", effort="fast", cost=10.0)]
-        if runs_bf16():
-            found.append(Recipe(options={"precision": "bf16"}, weights="filled", lossy=True, cost=10.0))
+        short = {"precision": "bf16"} if runs_bf16() else {}
+        if short:
+            found.append(Recipe(options=short, weights="filled", lossy=True, cost=10.0))
         found += [
-            Recipe(options={"compress": "int8"}, weights="baked", lossy=True, cost=20.0),
-            Recipe(options={"quantize": "int8"}, weights="baked", lossy=True, effort="max", cost=60.0),
+            Recipe(options={"quantize": "int8", **short}, weights="baked", lossy=True, cost=20.0),
+            Recipe(options={"compress": "int8"}, weights="baked", lossy=True, effort="max", cost=20.0),
         ]
         return found
 
@@ -108,8 +114,9 @@ class OpenVINOBackend:
             constants, model = _without_weights(basic, request.path)
         files = write_model(model, request.workdir)
         engine = {
-            "format": _FORMAT,
+            "format": self.format,
             "precision": options["precision"],
+            "rounds": options["precision"] != "f32" or bool(options["compress"] or options["quantize"]),
             "integers": [limit and list(limit) for limit in limits],
             **constants.to_json(),
         }
@@ -118,8 +125,7 @@ class OpenVINOBackend:
 
     def load(self, request: LoadRequest) -> OpenVINOEngine:
         """Load a model, fill it from the module and compile it. Its calls may hold the integers that it is right for."""
-        if request.engine.get("format") != _FORMAT:
-            raise EngineLoadError(f"{request.path}: the engine's format is unknown: {request.engine.get('format')}")
+        check_format(request, self.format)
         reason = self.available()
         if reason:
             raise EngineLoadError(f"{request.path}: {reason}")
@@ -148,32 +154,17 @@ def _check(graph: CapturedGraph, constants: ConstantMap, request: BuildRequest) 
     where, inputs = request.path, list(request.example.inputs)
     try:
         model, weights = ModelFiles.read(request.workdir, where).model(constants, values_of(graph.program), where)
-        compiled = CompiledGraph(model, weights, "f32", 1)
-        got = compiled.run(compiled.requests[0], inputs)
+        compiled = CompiledGraph(model, weights, "f32", 1, where)
+        got = compiled.run(0, inputs)
     except (EngineLoadError, RuntimeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise BuildError(f"{where}: OpenVINO cannot run the model it made: {' '.join(lines)[:300]}") from error
     with torch.no_grad():
         want = graph.program.module(check_guards=False)(*inputs)
-    if len(got) != len(want):
-        raise BuildError(f"{where}: OpenVINO made a model of {len(got)} outputs, the graph has {len(want)}")
-    for place, ours, theirs in zip(request.graph.output_spec.tensors, got, want, strict=True):
-        problem = _difference(ours, theirs, request.weights == "baked")
-        if problem:
-            raise BuildError(f"{where}: OpenVINO made a wrong model: output {place} {problem}")
-
-
-def _difference(got: torch.Tensor, want: torch.Tensor, lossy: bool) -> str | None:
-    if (got.shape, got.dtype) != (want.shape, want.dtype):
-        return f"is {got.dtype} {tuple(got.shape)}, and should be {want.dtype} {tuple(want.shape)}"
-    if lossy or not want.is_floating_point() or not want.numel() or not want.isfinite().all():
-        return None  # How near a lossy one is, and what to make of ties, is measured on real values later.
-    error, scale = float((got - want).abs().max()), float(want.abs().max())
-    return (
-        None
-        if error <= _ROUGHLY * max(scale, 1e-6)
-        else f"differs from torch by {error:.3g} (values up to {scale:.3g})"
-    )
+    # How near a lossy one is, is measured on real values later.
+    problem = first_difference(got, want, math.inf if request.weights == "baked" else _ROUGHLY)
+    if problem:
+        raise BuildError(f"{where}: OpenVINO made a wrong model: {problem}")
 
 
 def _checked_options(request: BuildRequest) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,17 +16,23 @@ from aitune_hf.backends.call_gate import ONCE, CallGate
 from aitune_hf.backends.constant_map import ConstantMap, plain_array
 from aitune_hf.backends.openvino_model import ModelFiles
 from aitune_hf.backends.openvino_sdk import OV_TYPES, load_openvino
+from aitune_hf.backends.openvino_shapes import ShapedModels
 from aitune_hf.backends.weight_trace import WeightSample, trace_of
 from aitune_hf.errors import EngineLoadError, UnfitInputError
 
 __all__ = ["CompiledGraph", "OpenVINOEngine"]
 
 _INT32 = 1 << 31
+#: How far a model for certain sizes may be from the one for all, as a part of the largest value: where they compute in f32
+#: throughout, and where values are rounded more than that.
+_ALIKE, _ALIKE_ROUNDED = 1e-4, 0.05
 _TORCH_TYPES = {name: dtype for dtype, name in OV_TYPES.items()}
 
 
 class CompiledGraph:
     """A model compiled for the CPU, with a number of requests, each for one call at a time.
+
+    Where its sizes vary, those that come often get a compiled model of their own.
 
     Args:
         model: an ``openvino.Model``.
@@ -34,9 +40,29 @@ class CompiledGraph:
         precision: ``f32`` or ``bf16``, what it computes in. Always stated: OpenVINO's own choice is bf16 where the CPU
             has it.
         requests: how many.
+        where: the module's path, for messages.
+        rounds: it computes some of it in less than f32.
+
+    Attributes:
+        run: makes one call: the number of the request, and the inputs. Calls at the same time need different numbers.
     """
 
-    def __init__(self, model: Any, weights: Sequence[Any], precision: str, requests: int) -> None:
+    def __init__(
+        self, model: Any, weights: Sequence[Any], precision: str, requests: int, where: str, *, rounds: bool = False
+    ) -> None:
+        self._weights = weights  # OpenVINO has their addresses only.
+        whole = _Requests(model, precision, requests)
+        self.run: Callable[[int, Sequence[torch.Tensor]], list[torch.Tensor]] = whole.run
+        if model.is_dynamic():
+            size = sum(int(weight.nbytes) for weight in weights)
+            tolerance = _ALIKE_ROUNDED if rounds else _ALIKE
+            self.run = ShapedModels(whole, partial(_for_sizes, model, precision, requests), size, tolerance, where).run
+
+
+class _Requests:
+    """One compiled model."""
+
+    def __init__(self, model: Any, precision: str, requests: int) -> None:
         settings = {
             "INFERENCE_PRECISION_HINT": precision,
             "PERFORMANCE_HINT": "LATENCY",
@@ -44,17 +70,23 @@ class CompiledGraph:
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             "ENABLE_CPU_PINNING": False,
         }
-        self._weights = weights  # OpenVINO has their addresses only.
         compiled = load_openvino().Core().compile_model(model, "CPU", settings)
-        self.requests = [compiled.create_infer_request() for _ in range(requests)]
+        self._requests = [compiled.create_infer_request() for _ in range(requests)]
         self._outputs = [_TORCH_TYPES[port.get_element_type().get_type_name()] for port in compiled.outputs]
 
-    def run(self, request: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(self, place: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One call. Inputs are read where they are; outputs are copies, which nothing overwrites."""
-        for place, tensor in enumerate(inputs):
-            request.set_input_tensor(place, _shared(tensor))
+        request = self._requests[place]
+        for index, tensor in enumerate(inputs):
+            request.set_input_tensor(index, _shared(tensor))
         request.infer()
-        return [_copied(request.get_output_tensor(place).data, kind) for place, kind in enumerate(self._outputs)]
+        return [_copied(request.get_output_tensor(index).data, kind) for index, kind in enumerate(self._outputs)]
+
+
+def _for_sizes(model: Any, precision: str, requests: int, sizes: Sequence[torch.Size]) -> _Requests:
+    fixed = model.clone()
+    fixed.reshape({port: list(size) for port, size in zip(fixed.inputs, sizes, strict=True)})
+    return _Requests(fixed, precision, requests)
 
 
 class OpenVINOEngine:
@@ -76,6 +108,7 @@ class OpenVINOEngine:
         self._files = ModelFiles.read(request.folder, request.path)
         try:
             self._precision = str(request.engine["precision"])
+            self._rounds = bool(request.engine["rounds"])
             self._map = ConstantMap.from_json(request.engine)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineLoadError(f"{self._path}: the engine's description cannot be read: {error!r}") from error
@@ -100,7 +133,7 @@ class OpenVINOEngine:
             graph = self._graph
             if graph is None:
                 raise EngineLoadError(f"{self._path}: the engine {'was closed' if self._closed else 'has no weights'}")
-            return graph.run(graph.requests[held[0]], inputs)
+            return graph.run(held[0], inputs)
         finally:
             if held:
                 self._give(held[0])
@@ -153,7 +186,7 @@ class OpenVINOEngine:
         self._empty()  # Two sets of weights at once may not fit into memory.
         model, weights = self._files.model(self._map, live, self._path)
         try:
-            self._graph = CompiledGraph(model, weights, self._precision, self._threads)
+            self._graph = CompiledGraph(model, weights, self._precision, self._threads, self._path, rounds=self._rounds)
         except RuntimeError as error:
             raise EngineLoadError(f"{self._path}: OpenVINO cannot compile the model: {error}") from error
         self._trace, self._sample = trace, sample

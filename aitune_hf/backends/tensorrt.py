@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aitune_hf.backends.base import BuildRequest, BuildResult, LoadRequest, Recipe
+from aitune_hf.backends.base import BuildRequest, BuildResult, LoadRequest, Recipe, check_format
 from aitune_hf.backends.onnx_export import OnnxExport, export_onnx
 from aitune_hf.backends.onnx_precision import SHORT_TYPES, shortened
 from aitune_hf.backends.requirements import unmet_requirement
@@ -27,7 +27,6 @@ __all__ = ["PLAN", "TensorRTBackend", "TensorRTRTXBackend"]
 
 PLAN = "model.plan"
 TIMING_CACHE = "timing.cache"
-_FORMAT = 1
 _PRECISIONS = ("strict", "tf32", *SHORT_TYPES)
 _DEFAULTS: Mapping[str, Any] = {"target": None, "precision": "strict", "refit": False}
 
@@ -44,6 +43,7 @@ class TensorRTBackend:
 
     name = "tensorrt"
     native = True
+    format = 1
     isolated = True
     _sdk: Sdk = TENSORRT
 
@@ -125,7 +125,7 @@ class TensorRTBackend:
             taken = {name: constant for name, constant in weights.constants.items() if name in plan.inputs}
             weights = replace(weights, constants=taken)
         engine = {
-            "format": _FORMAT,
+            "format": self.format,
             "target": target,
             "options": options,
             "inputs": inputs,
@@ -140,8 +140,7 @@ class TensorRTBackend:
 
     def load(self, request: LoadRequest) -> TensorRTEngine:
         """Load a plan and give it the module's weights."""
-        if request.engine.get("format") != _FORMAT:
-            raise EngineLoadError(f"{request.path}: the engine's format is unknown: {request.engine.get('format')}")
+        check_format(request, self.format)
         # Asked first: without a driver some runtimes crash as soon as they are touched.
         problem = driver_problem()
         if problem is None and request.device.type != "cuda":

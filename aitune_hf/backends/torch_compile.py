@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from aitune_hf.backends.aoti_compile import compiler
-from aitune_hf.backends.base import BuildRequest, BuildResult, LoadRequest, Recipe
+from aitune_hf.backends.base import BuildRequest, BuildResult, LoadRequest, Recipe, check_format
 from aitune_hf.backends.quiet import quiet_torch
 from aitune_hf.backends.requirements import unmet_requirement
 from aitune_hf.errors import BuildError, EngineLoadError
@@ -30,7 +30,6 @@ from aitune_hf.graph.structure import Node, flatten, unflattener
 __all__ = ["CompiledEngine", "TorchCompileBackend"]
 
 RECIPE = "recipe.json"
-_FORMAT = 1
 
 
 class TorchCompileBackend:
@@ -38,6 +37,7 @@ class TorchCompileBackend:
 
     name = "torch_compile"
     native = False
+    format = 1
     isolated = False
 
     def version(self) -> str:
@@ -70,7 +70,7 @@ class TorchCompileBackend:
         if reason:
             raise BuildError(f"{request.path}: torch.compile cannot build this graph: {reason}")
         engine = {
-            "format": _FORMAT,
+            "format": self.format,
             "input_node": request.example.input_node.to_json(),
             "signature": request.graph.forward_signature.to_dict(),
             "context": request.graph.context.to_dict(),
@@ -84,13 +84,12 @@ class TorchCompileBackend:
             raise BuildError(f"{request.path}: torch.compile failed: {lines[0][:300]}") from error
         finally:
             compiled.close()
-        (request.workdir / RECIPE).write_text(json.dumps({"format": _FORMAT, "dynamic": engine["dynamic"]}) + "\n")
+        (request.workdir / RECIPE).write_text(json.dumps({"format": self.format, "dynamic": engine["dynamic"]}) + "\n")
         return BuildResult(files=[RECIPE], envelope=_asked_for(request), engine=engine)
 
     def load(self, request: LoadRequest) -> CompiledEngine:
         """An engine that compiles at its first call."""
-        if request.engine.get("format") != _FORMAT:
-            raise EngineLoadError(f"{request.path}: the engine's format is unknown: {request.engine.get('format')}")
+        check_format(request, self.format)
         return CompiledEngine(request.path, request.module, request.engine, request.device)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from aitune_hf.backends.base import BuildRequest, BuildResult, LoadRequest, Recipe
+from aitune_hf.backends.base import BuildRequest, BuildResult, LoadRequest, Recipe, check_format
 from aitune_hf.backends.quiet import quiet_torch
 from aitune_hf.backends.requirements import unmet_requirement
 from aitune_hf.backends.tensorrt_sdk import driver_problem
@@ -24,7 +24,6 @@ from aitune_hf.errors import BuildError, ConfigError, EngineLoadError
 __all__ = ["PACKAGE", "TorchTensorRTBackend"]
 
 PACKAGE = "model.pt2"
-_FORMAT = 1
 _DEFAULTS: Mapping[str, Any] = {"min_block_size": 5}
 
 
@@ -37,6 +36,7 @@ class TorchTensorRTBackend:
 
     name = "torch_tensorrt"
     native = True
+    format = 1
     isolated = True
 
     def version(self) -> str:
@@ -101,12 +101,11 @@ class TorchTensorRTBackend:
             raise BuildError(
                 f"{request.path}: Torch-TensorRT failed: {type(error).__name__}: {lines[0][:300] if lines else ''}"
             ) from error
-        return BuildResult(files=[PACKAGE], envelope=graph.envelope, engine={"format": _FORMAT, "options": options})
+        return BuildResult(files=[PACKAGE], envelope=graph.envelope, engine={"format": self.format, "options": options})
 
     def load(self, request: LoadRequest) -> TorchTensorRTEngine:
         """Load what was saved."""
-        if request.engine.get("format") != _FORMAT:
-            raise EngineLoadError(f"{request.path}: the engine's format is unknown: {request.engine.get('format')}")
+        check_format(request, self.format)
         problem = driver_problem()
         if problem is None and request.device.type != "cuda":
             problem = f"the module is on {request.device}, the engine runs on cuda"

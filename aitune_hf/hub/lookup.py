@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 from torch import nn
 
+from aitune_hf.backends.base import full_version, unread_format
 from aitune_hf.cache import Environment, UnknownSchemaError
 from aitune_hf.cache.canonical import MAX_JSON_BYTES
 from aitune_hf.errors import CandidateError, CorruptEntryError
@@ -234,9 +235,9 @@ class Fit:
             return f"the {key.backend} engine is lossy, and precision is strict here"
         if reason := self._environment_objection(key.environment):
             return reason
-        if backend.native and backend.version() != key.backend_version:
-            return f"built with {key.backend} {key.backend_version}, here {backend.version()}"
-        return self._weights_objection(engine)
+        if backend.native and full_version(backend) != key.backend_version:
+            return f"built with {key.backend} {key.backend_version}, here {full_version(backend)}"
+        return unread_format(backend, key.backend_version) or self._weights_objection(engine)
 
     def _environment_objection(self, built: Environment) -> str | None:
         fitting = [self.here, self.here.for_data(), self.here.for_plans()]

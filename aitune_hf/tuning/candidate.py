@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from aitune_hf.backends.base import Backend, BuildRequest, BuildResult, LoadRequest, Recipe, WeightsPolicy
+from aitune_hf.backends.base import (
+    Backend,
+    BuildRequest,
+    BuildResult,
+    LoadRequest,
+    Recipe,
+    WeightsPolicy,
+    full_version,
+)
 from aitune_hf.cache import EngineKey, Entry, Environment, LocalStore, Miss
 from aitune_hf.errors import BuildError, CandidateError, EngineLoadError, GraphBreakException
 from aitune_hf.graph.graph_spec import GraphSpec
@@ -67,7 +75,7 @@ def engine_key(
         graph_key=graph.key[:32],
         environment=environment,
         backend=backend.name,
-        backend_version=backend.version(),
+        backend_version=full_version(backend),
         options={**recipe.options, "axes": None if is_static else axes_to_json(axes), "shapes": fixed},
         weights_digest=subject.weights.digest() if recipe.weights == "baked" else None,
     )

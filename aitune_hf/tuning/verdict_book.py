@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
-from aitune_hf.backends.base import Backend
+from aitune_hf.backends.base import Backend, full_version
 from aitune_hf.cache import Environment, LocalStore
 from aitune_hf.config import TuneConfig
 from aitune_hf.errors import CandidateError, CorrectnessError, EngineLoadError, UntunableError
@@ -69,7 +69,7 @@ def policy_of(config: TuneConfig, backends: Sequence[Backend]) -> str:
 
 def _version(backend: Backend) -> str:
     try:
-        return backend.version()
+        return full_version(backend)
     except Exception as error:  # noqa: BLE001 - code of third parties; such a backend is named as unavailable later.
         return f"unknown: {type(error).__name__}"
 

@@ -252,6 +252,23 @@ def test_data_fits_every_machine_and_needs_no_trust(
     assert result.confirm()
 
 
+def test_data_in_a_format_that_is_not_read_here_is_a_named_miss(
+    hub: FakeHub, machine: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Newer(DataBackend):
+        format = 2
+
+    point = SimpleNamespace(load=lambda: DataBackend)
+    monkeypatch.setattr(registry, "_third_party", lambda: {"datafake": point})
+    module, mine = Block(), machine("mine")
+    tune(module, [X], mine.config(backends=("datafake",)))
+    push(mine.target(module, backends=("datafake",)), open_remote(REPO))
+    point.load = lambda: Newer
+    result = pull(machine("theirs").target(Block(), backends=("datafake",)), [open_remote(REPO)])
+    assert "in datafake's format 1, here 2 is read" in result.misses[""]
+    assert result.installed == 0
+
+
 def test_portable_engines_fit_machines_that_build_for_themselves(
     hub: FakeHub, machine: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
