@@ -37,6 +37,7 @@ _size: Callable[[torch.Tensor], Any] = torch.Tensor.size
 _dtype = operator.attrgetter("dtype")
 _stride: Callable[[torch.Tensor], Any] = torch.Tensor.stride
 _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 _class_forward = operator.attrgetter("forward")
 _get_default_dtype = torch.get_default_dtype
 _functions_active: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
@@ -235,21 +236,22 @@ class ModuleGuard:
         ids, present, places, _ = self._accepted  # Read once: another thread may replace it.
         if list(map(id, values)) != ids:
             return True
-        tensors: Any = compress(values, present)
-        if not self._watch_versions:
-            return list(map(_data_ptr, tensors)) != places
-        return [(_data_ptr(tensor), _version(tensor)) for tensor in tensors] != places
+        return self._places_of(list(compress(values, present))) != places
 
     def weights_now(self) -> Places:
         """Where the weights are, for :meth:`accept_weights`."""
         values = self.values()
-        tensors = [value for value in values if value is not None]
-        places: list[Any] = (
-            [(_data_ptr(tensor), _version(tensor)) for tensor in tensors]
-            if self._watch_versions
-            else list(map(_data_ptr, tensors))
-        )
+        places = self._places_of([value for value in values if value is not None])
         return list(map(id, values)), [value is not None for value in values], places, self._device()
+
+    def _places_of(self, tensors: list[Any]) -> list[Any]:
+        pointers = list(map(_data_ptr, tensors))
+        if not self._watch_versions:
+            return pointers
+        try:
+            return [pointers, list(map(_version_of, tensors))]
+        except RuntimeError:  # Made in inference mode, some of them.
+            return [pointers, list(map(_version, tensors))]
 
     def accept_weights(self, places: Places) -> None:
         """Take these places of the weights as the known ones."""
