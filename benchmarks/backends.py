@@ -193,7 +193,10 @@ def measure(name: str, relaxed: bool, rounds: int) -> dict[str, Any]:
 
 
 def compare(runs: Mapping[str, nn.Module], calls: list[Call], rounds: int) -> dict[str, Any]:
-    """Time all runs in turn on the first call, and compare their outputs with eager's on every call."""
+    """Time all runs in turn on the first call, and compare their outputs with eager's on every call.
+
+    A turn is an untimed call and the median of three timed ones.
+    """
     found: dict[str, dict[str, Any]] = {label: {} for label in runs}
     expected = [first_tensor(runs["eager"](**call)) for call in calls]
     for label, run in runs.items():
@@ -209,10 +212,13 @@ def compare(runs: Mapping[str, nn.Module], calls: list[Call], rounds: int) -> di
     for index in range(rounds + 3):
         for label in labels[index % len(labels) :] + labels[: index % len(labels)]:
             runs[label](**calls[0])  # Untimed: threads of the run before may still be spinning.
-            start = time.perf_counter()
-            runs[label](**calls[0])
+            seconds = []
+            for _ in range(3):
+                start = time.perf_counter()
+                runs[label](**calls[0])
+                seconds.append(time.perf_counter() - start)
             if index >= 3:
-                times[label].append(time.perf_counter() - start)
+                times[label].append(statistics.median(seconds))
     for label in labels:
         ratios = [a / b for a, b in zip(times["eager"], times[label], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
