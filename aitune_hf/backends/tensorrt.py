@@ -166,7 +166,7 @@ class TensorRTBackend:
                 raise BuildError(
                     f"{request.path}: {self._sdk.title} cannot leave these weights out of the plan: {', '.join(stuck[:5])}"
                 )
-        return engine_summary(engine)
+        return engine_summary(self._sdk.load(), engine)
 
 
 class TensorRTRTXBackend(TensorRTBackend):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -13,12 +14,14 @@ from aitune_hf.backends.base import LoadRequest
 from aitune_hf.backends.constants import memory_key
 from aitune_hf.backends.tensorrt_sdk import Sdk, driver_problem, torch_dtype
 from aitune_hf.backends.tensorrt_weights import PlanWeights
-from aitune_hf.errors import EngineLoadError
+from aitune_hf.errors import EngineLoadError, UnfitInputError
 
 __all__ = ["TensorRTEngine", "engine_summary", "load_plan", "refittable_names"]
 
 #: What TensorRT's kernels expect of an address. Torch's own allocations are aligned to 512 bytes; views may not be.
 _ALIGNMENT = 256
+#: Layers whose names go into a manifest, and how long they may be.
+_NAMES, _NAME_LENGTH = 200, 120
 
 
 def load_plan(sdk: Sdk, content: bytes, device: torch.device, where: str) -> tuple[Any, Any]:
@@ -50,9 +53,20 @@ def refittable_names(sdk: Sdk, engine: Any) -> set[str]:
     return set(package.Refitter(engine, sdk.log([])).get_all_weights())
 
 
-def engine_summary(engine: Any) -> dict[str, Any]:
-    """Facts of a loaded engine, as JSON."""
-    return {"layers": engine.num_layers, "memory_bytes": engine.device_memory_size_v2}
+def engine_summary(package: Any, engine: Any) -> dict[str, Any]:
+    """Facts of a loaded engine, as JSON: its size, and what it is made of, by the engine inspector."""
+    return {"layers": engine.num_layers, "memory_bytes": engine.device_memory_size_v2, **_inspected(package, engine)}
+
+
+def _inspected(package: Any, engine: Any) -> dict[str, Any]:
+    """Names of the engine's layers, which say what was fused, in order, as many as a manifest should hold."""
+    said = engine.create_engine_inspector().get_engine_information(package.LayerInformationFormat.JSON)
+    try:
+        layers = json.loads(said)["Layers"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    names = [str(layer.get("Name", "")) if isinstance(layer, dict) else str(layer) for layer in layers]
+    return {"layer_names": [name[:_NAME_LENGTH] for name in names[:_NAMES]]}
 
 
 class _Context:
@@ -82,7 +96,7 @@ class TensorRTEngine:
         self._lock = threading.Lock()
         self._local = threading.local()
         self._generation = 0
-        self._bound: dict[str, torch.Tensor] = {}
+        self._bound: dict[str, torch.Tensor] | None = None
         self._tables: list[tuple[torch.Tensor, int]] = []
         live = self._live()  # Checked before any native code runs.
         self._runtime, self._engine = load_plan(sdk, content, self._device, self._path)
@@ -93,7 +107,7 @@ class TensorRTEngine:
         """Run on torch's current stream."""
         if any(table._version != version for table, version in self._tables):
             with self._lock:
-                self._live()
+                self._fitting()
         with torch.cuda.device(self._device):
             mine = self._own_context()
             current = torch.cuda.current_stream(self._device)
@@ -119,10 +133,11 @@ class TensorRTEngine:
                 raise EngineLoadError(f"{self._path}: the engine is closed")
             if self._weights.delivery == "plan":
                 raise EngineLoadError(f"{self._path}: the weights are part of the plan; tune again to use the new ones")
-            live = self._live()
-            same = {name: memory_key(tensor) for name, tensor in self._bound.items()}
-            if not self._weights.copies and same == {name: memory_key(tensor) for name, tensor in live.items()}:
-                return
+            live = self._fitting()
+            if self._bound is not None and not self._weights.copies:
+                same = {name: memory_key(tensor) for name, tensor in self._bound.items()}
+                if same == {name: memory_key(tensor) for name, tensor in live.items()}:
+                    return
             torch.cuda.synchronize(self._device)  # Calls under way still read what is bound.
             self._bind(live)
 
@@ -134,7 +149,17 @@ class TensorRTEngine:
             torch.cuda.synchronize(self._device)
             self._local = threading.local()
             self._engine = None
-            self._bound = {}
+            self._bound = None
+
+    def _fitting(self) -> dict[str, torch.Tensor]:
+        """The module's tensors. Where they do not fit any more, those from before are let go of."""
+        try:
+            return self._live()
+        except EngineLoadError:
+            torch.cuda.synchronize(self._device)  # Calls under way still read them.
+            self._bound = None
+            self._generation += 1
+            raise
 
     def _live(self) -> dict[str, torch.Tensor]:
         module = self._module()
@@ -147,6 +172,8 @@ class TensorRTEngine:
     def _bind(self, live: dict[str, torch.Tensor]) -> None:
         if self._weights.delivery == "refit":
             self._refit(live)
+            self._bound = {}
+            self._generation += 1
             return
         for name, tensor in live.items():
             if tensor.data_ptr() % _ALIGNMENT:
@@ -196,6 +223,8 @@ class TensorRTEngine:
             with self._lock:
                 if self._engine is None:
                     raise EngineLoadError("the engine was closed")
+                if self._bound is None:
+                    raise EngineLoadError(f"{self._path}: the engine has no weights")
                 mine = mine or _Context(self._engine.create_execution_context(), self._device)
                 for name, tensor in self._bound.items():
                     mine.context.set_tensor_address(name, tensor.data_ptr() or self._spare.data_ptr())
@@ -213,7 +242,7 @@ class TensorRTEngine:
             if tensor.data_ptr() % _ALIGNMENT:
                 tensor = tensor.clone()
             if not mine.context.set_input_shape(name, tuple(tensor.shape)):
-                raise EngineLoadError(f"{self._path}: the engine does not take {name} of shape {list(tensor.shape)}")
+                raise UnfitInputError(f"it does not take {name} of shape {list(tensor.shape)}")
             mine.context.set_tensor_address(name, tensor.data_ptr() or self._spare.data_ptr())
             feeds.append(tensor)
         return feeds

@@ -13,6 +13,8 @@ from aitune_hf.errors import BuildError
 __all__ = ["Plan", "PlanOrder", "make_plan"]
 
 Shape = tuple[int, ...]
+#: What builds of this process have measured on its GPU, by package: the next one need not measure it again.
+_timings: dict[str, bytes] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +26,12 @@ class PlanOrder:
         target: GPU generation such as ``"sm89"``; None is the GPU at hand.
         tf32: round the factors of float32 products to 10 bits.
         refit: leave the weights out of the plan, to be filled in after it is loaded. Needs a driver to build.
-        timing_cache: what an earlier build left.
     """
 
     shapes: Mapping[str, tuple[Shape, Shape, Shape]]
     target: str | None = None
     tf32: bool = False
     refit: bool = False
-    timing_cache: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +70,14 @@ def make_plan(sdk: Sdk, model: bytes | Path, order: PlanOrder, where: str) -> Pl
     inputs = _add_profile(builder, config, network, order, where)
     cache = None
     if order.target is None:
-        cache = config.create_timing_cache(order.timing_cache)
+        cache = config.create_timing_cache(_timings.get(sdk.name, b""))
         config.set_timing_cache(cache, ignore_mismatch=False)
     content = builder.build_serialized_network(network, config)
     if content is None:
         raise BuildError(f"{where}: {sdk.title} cannot build this graph{_aim(order)}: {_complaint(said)}")
-    return Plan(content=bytes(content), inputs=inputs, timing_cache=bytes(cache.serialize()) if cache else b"")
+    if cache is not None:
+        _timings[sdk.name] = bytes(cache.serialize())
+    return Plan(content=bytes(content), inputs=inputs, timing_cache=_timings[sdk.name] if cache is not None else b"")
 
 
 def _network_flags(package: Any) -> int:

@@ -68,10 +68,10 @@ def assert_right(engine: Any, module: nn.Module) -> None:
 def interrupted_once(actual: Callable[..., Any]) -> Callable[..., Any]:
     pending = [KeyboardInterrupt]
 
-    def fill(*args: Any) -> Any:
+    def fill(*args: Any, **kwargs: Any) -> Any:
         if pending:
             raise pending.pop()
-        return actual(*args)
+        return actual(*args, **kwargs)
 
     return fill
 

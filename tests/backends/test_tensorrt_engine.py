@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
 import threading
 import types
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from aitune_hf.backends.onnx_export import export_onnx, missing_exporter
 from aitune_hf.backends.onnx_precision import shortened
 from aitune_hf.backends.tensorrt_sdk import RTX, Sdk
 from aitune_hf.backends.tensorrt_weights import weights_as_inputs, weights_of
-from aitune_hf.errors import EngineLoadError
+from aitune_hf.errors import EngineLoadError, UnfitInputError
 
 ort = pytest.importorskip("onnxruntime")
 pytestmark = pytest.mark.skipif(
@@ -286,11 +287,45 @@ def test_what_does_not_fit_is_refused(engine_on: Callable[..., Any]) -> None:
     with pytest.raises(EngineLoadError, match="table has other values"):
         engine_on(other)
     engine, _ = engine_on(module)
-    with pytest.raises(EngineLoadError, match=r"does not take in0 of shape \[99, 8, 16\]"):
+    with pytest.raises(UnfitInputError, match=r"does not take in0 of shape \[99, 8, 16\]"):
         engine(list(call(99).values()))
-    module.half()
+    assert worst(engine, module, 2) < 1e-5, "the next call is served"
+
+
+def test_weights_that_fit_no_more_are_let_go_of(engine_on: Callable[..., Any]) -> None:
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    module = Net().eval()
+    engine, _ = engine_on(module)
+    assert worst(engine, module, 2) < 1e-5
+    kept = copy.deepcopy(module.state_dict())
+    memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in module.qkv.parameters()]
+    module.qkv.half()
     with pytest.raises(EngineLoadError, match="does not fit"):
         engine.rebind()
+    gc.collect()
+    assert all(one.expired() for one in memory)
+    with pytest.raises(EngineLoadError, match="has no weights"):
+        engine(list(call(2).values()))
+    module.qkv.float()
+    module.load_state_dict(kept)
+    engine.rebind()
+    assert worst(engine, module, 2) < 1e-5
+
+
+def test_the_summary_names_layers() -> None:
+    class Inspected:
+        num_layers, device_memory_size_v2 = 3, 4096
+        said = '{"Layers": ["conv + relu", {"Name": "gemm"}, "' + "x" * 500 + '"], "Bindings": []}'
+
+        def create_engine_inspector(self) -> Any:
+            return types.SimpleNamespace(get_engine_information=lambda form: self.said)
+
+    package = types.SimpleNamespace(LayerInformationFormat=types.SimpleNamespace(JSON=1))
+    summary = tensorrt_engine.engine_summary(package, Inspected())
+    assert summary == {"layers": 3, "memory_bytes": 4096, "layer_names": ["conv + relu", "gemm", "x" * 120]}
+    Inspected.said = "no JSON"
+    assert tensorrt_engine.engine_summary(package, Inspected()) == {"layers": 3, "memory_bytes": 4096}
 
 
 def test_it_is_closed_once(engine_on: Callable[..., Any]) -> None:
