@@ -12,6 +12,7 @@ import torch
 from aitune_hf.backends.base import LoadRequest
 from aitune_hf.backends.constant_map import ConstantMap, plain_array
 from aitune_hf.backends.filled_engine import FilledEngine
+from aitune_hf.backends.openvino_convert import constant_nodes
 from aitune_hf.backends.openvino_model import ModelFiles
 from aitune_hf.backends.openvino_sdk import OV_TYPES, load_openvino
 from aitune_hf.backends.openvino_shapes import ShapedModels
@@ -51,7 +52,7 @@ class CompiledGraph:
         whole = _Requests(model, precision, requests)
         self.run: Callable[[int, Sequence[torch.Tensor]], list[torch.Tensor]] = whole.run
         if model.is_dynamic():
-            size = sum(int(weight.nbytes) for weight in weights)
+            size = sum(int(node.get_byte_size()) for node in constant_nodes(model).values())
             tolerance = _ALIKE_ROUNDED if rounds else _ALIKE
             self.run = ShapedModels(whole, partial(_for_sizes, model, precision, requests), size, tolerance, where).run
 

@@ -156,6 +156,23 @@ class Net(nn.Module):
 
 
 @pytest.mark.skipif(bool(openvino_sdk.missing_openvino()), reason=str(openvino_sdk.missing_openvino()))
+def test_the_weights_of_a_model_are_counted_whether_it_holds_them_or_not(monkeypatch: Any) -> None:
+    from aitune_hf.backends import openvino_engine
+
+    ov = openvino_sdk.load_openvino()
+    x = ov.op.Parameter(ov.Type.f32, ov.PartialShape([-1, 64]))
+    product = ov.opset13.matmul(x, ov.op.Constant(torch.randn(64, 64).numpy()), False, False)
+    counted: list[int] = []
+    monkeypatch.setattr(
+        openvino_engine,
+        "ShapedModels",
+        lambda *args: counted.append(args[2]) or ShapedModels(*args),  # type: ignore[func-returns-value]
+    )
+    openvino_engine.CompiledGraph(ov.Model([product], [x]), [], "f32", 1, "model")
+    assert counted == [64 * 64 * 4]
+
+
+@pytest.mark.skipif(bool(openvino_sdk.missing_openvino()), reason=str(openvino_sdk.missing_openvino()))
 def test_engines_answer_right_at_every_size_and_follow_their_weights(tmp_path: Any, monkeypatch: Any) -> None:
     from aitune_hf import TuneConfig, stats, tune
     from aitune_hf.backends import openvino_engine
