@@ -23,7 +23,7 @@ __all__ = ["CompiledGraph", "OpenVINOEngine"]
 _INT32 = 1 << 31
 #: How far a model for certain sizes may be from the one for all, as a part of the largest value: where they compute in f32
 #: throughout, and where values are rounded more than that.
-_ALIKE, _ALIKE_ROUNDED = 1e-4, 0.05
+_ALIKE, _ALIKE_ROUNDED = 1e-4, 0.01
 _TORCH_TYPES = {name: dtype for dtype, name in OV_TYPES.items()}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -23,8 +24,9 @@ logger = logging.getLogger("aitune_hf")
 Sizes = tuple[torch.Size, ...]
 #: At which call of the same sizes a model of their own is made.
 AT_CALL = 3
-#: How many there may be, and how much memory they may take for their copies of the weights, in bytes.
-MAX_MODELS = 4
+#: How many an engine may have.
+MAX_MODELS = 16
+#: How much memory those of all engines together may take for their copies of the weights, in bytes.
 MAX_BYTES = 1 << 30
 #: Combinations of sizes that are counted.
 _MAX_COUNTED = 256
@@ -38,6 +40,34 @@ class Runnable(Protocol):
     def run(self, place: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """One call; ``place`` tells it from others that run at the same time."""
         ...
+
+
+class Room:
+    """Memory that is rented by the byte, up to :data:`MAX_BYTES`."""
+
+    def __init__(self) -> None:
+        # A finaliser may run in any thread at any place, within `rent` too.
+        self._changing = threading.RLock()
+        self.used = 0
+
+    def rent(self, size: int, rented: list[int]) -> bool:
+        """Note ``size`` in ``rented`` if there is so much left; tell whether."""
+        with self._changing:
+            if self.used + size > MAX_BYTES:
+                return False
+            self.used += size
+            rented.append(size)
+            return True
+
+    def give_back(self, rented: list[int]) -> None:
+        """Let go of all of these."""
+        with self._changing:
+            self.used -= sum(rented)
+            rented.clear()
+
+
+#: What models for certain sizes take in this process.
+ROOM = Room()
 
 
 class ShapedModels:
@@ -61,7 +91,9 @@ class ShapedModels:
         self._make = make
         self._tolerance = tolerance
         self._where = where
-        self._left = min(MAX_MODELS, MAX_BYTES // max(1, weight_bytes))
+        self._bytes = weight_bytes
+        self._rented: list[int] = []
+        weakref.finalize(self, ROOM.give_back, self._rented)
         self._own: dict[Sizes, Runnable] = {}
         self._counts: dict[Sizes, int] = {}
         self._making = threading.Lock()
@@ -73,9 +105,10 @@ class ShapedModels:
         if own is not None:
             return own.run(place, inputs)
         outputs = self._whole.run(place, inputs)
-        if self._left > 0 and self._is_due(sizes) and self._making.acquire(blocking=False):  # One at a time.
+        if len(self._own) < MAX_MODELS and self._is_due(sizes) and self._making.acquire(blocking=False):
             try:
-                self._try(sizes, place, inputs, outputs)
+                if sizes not in self._own:  # Another call of these sizes may have made it meanwhile.
+                    self._try(sizes, place, inputs, outputs)
             finally:
                 self._making.release()
         return outputs
@@ -88,6 +121,9 @@ class ShapedModels:
         return count >= AT_CALL
 
     def _try(self, sizes: Sizes, place: int, inputs: Sequence[torch.Tensor], expected: list[torch.Tensor]) -> None:
+        if not ROOM.rent(self._bytes, self._rented):
+            self._counts[sizes] = _NEVER
+            return
         try:
             own = self._make(sizes)
             problem = first_difference(own.run(place, inputs), expected, self._tolerance, exact_integers=True)
@@ -95,7 +131,7 @@ class ShapedModels:
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
         if problem is None:
             self._own[sizes] = own
-            self._left -= 1
         else:
+            ROOM.give_back([self._rented.pop()])
             self._counts[sizes] = _NEVER
             logger.info("%s: no model of its own for the sizes %s: %s", self._where, list(map(list, sizes)), problem)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["PLAN", "TensorRTBackend", "TensorRTRTXBackend"]
 
 PLAN = "model.plan"
-TIMING_CACHE = "timing.cache"
 _PRECISIONS = ("strict", "tf32", *SHORT_TYPES)
 _DEFAULTS: Mapping[str, Any] = {"target": None, "precision": "strict", "refit": False}
 
@@ -136,7 +135,8 @@ class TensorRTBackend:
             engine["verified"] = False  # By whoever built it.
         else:
             engine["summary"] = self._examine(plan, weights, request)
-        return BuildResult(files=_write(plan, request.workdir), envelope=graph.envelope, engine=engine)
+        (request.workdir / PLAN).write_bytes(plan.content)
+        return BuildResult(files=[PLAN], envelope=graph.envelope, engine=engine)
 
     def load(self, request: LoadRequest) -> TensorRTEngine:
         """Load a plan and give it the module's weights."""
@@ -209,11 +209,3 @@ def _shapes(graph: CapturedGraph, export: OnnxExport, request: BuildRequest) -> 
     corners = graph.envelope.corners()
     typical = request.example.shapes
     return {name: (corners[0][index], typical[index], corners[-1][index]) for index, name in enumerate(export.inputs)}
-
-
-def _write(plan: Plan, folder: Path) -> list[str]:
-    (folder / PLAN).write_bytes(plan.content)
-    if not plan.timing_cache:
-        return [PLAN]
-    (folder / TIMING_CACHE).write_bytes(plan.timing_cache)
-    return [PLAN, TIMING_CACHE]

@@ -95,8 +95,8 @@ class TensorRTEngine:
         self._outputs: Sequence[str] = request.engine["outputs"]
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._generation = 0
-        self._bound: dict[str, torch.Tensor] | None = None
+        #: How often tensors were bound, and those that are; None while the engine has none.
+        self._bound: tuple[int, dict[str, torch.Tensor] | None] = (0, None)
         self._tables: list[tuple[torch.Tensor, int]] = []
         live = self._live()  # Checked before any native code runs.
         self._runtime, self._engine = load_plan(sdk, content, self._device, self._path)
@@ -109,7 +109,8 @@ class TensorRTEngine:
             with self._lock:
                 self._fitting()
         with torch.cuda.device(self._device):
-            mine = self._own_context()
+            # What is bound is held on to until the work is queued, should another thread let go of it meanwhile.
+            mine, bound = self._own_context()
             current = torch.cuda.current_stream(self._device)
             # On the default stream TensorRT would wait for the whole device.
             stream = current if current.cuda_stream else mine.side
@@ -123,7 +124,7 @@ class TensorRTEngine:
                 raise EngineLoadError(f"{self._path}: {self._sdk.title} did not run the engine")
             if stream is not current:
                 current.wait_stream(stream)
-            del feeds
+            del feeds, bound
             return outputs
 
     def rebind(self) -> None:
@@ -134,8 +135,9 @@ class TensorRTEngine:
             if self._weights.delivery == "plan":
                 raise EngineLoadError(f"{self._path}: the weights are part of the plan; tune again to use the new ones")
             live = self._fitting()
-            if self._bound is not None and not self._weights.copies:
-                same = {name: memory_key(tensor) for name, tensor in self._bound.items()}
+            bound = self._bound[1]
+            if bound is not None and not self._weights.copies:
+                same = {name: memory_key(tensor) for name, tensor in bound.items()}
                 if same == {name: memory_key(tensor) for name, tensor in live.items()}:
                     return
             torch.cuda.synchronize(self._device)  # Calls under way still read what is bound.
@@ -149,17 +151,22 @@ class TensorRTEngine:
             torch.cuda.synchronize(self._device)
             self._local = threading.local()
             self._engine = None
-            self._bound = None
+            self._rebound(None)
 
     def _fitting(self) -> dict[str, torch.Tensor]:
         """The module's tensors. Where they do not fit any more, those from before are let go of."""
         try:
             return self._live()
         except EngineLoadError:
-            torch.cuda.synchronize(self._device)  # Calls under way still read them.
-            self._bound = None
-            self._generation += 1
+            self._let_go()
             raise
+
+    def _let_go(self) -> None:
+        torch.cuda.synchronize(self._device)  # Work that is queued still reads them.
+        self._rebound(None)
+
+    def _rebound(self, tensors: dict[str, torch.Tensor] | None) -> None:
+        self._bound = (self._bound[0] + 1, tensors)
 
     def _live(self) -> dict[str, torch.Tensor]:
         module = self._module()
@@ -172,17 +179,16 @@ class TensorRTEngine:
     def _bind(self, live: dict[str, torch.Tensor]) -> None:
         if self._weights.delivery == "refit":
             self._refit(live)
-            self._bound = {}
-            self._generation += 1
+            self._rebound({})
             return
         for name, tensor in live.items():
             if tensor.data_ptr() % _ALIGNMENT:
+                self._let_go()
                 raise EngineLoadError(
                     f"{self._path}: the weight {name} lies at an address that TensorRT cannot read (it is no multiple of "
                     f"{_ALIGNMENT}: a view into a larger tensor?)"
                 )
-        self._bound = live
-        self._generation += 1
+        self._rebound(live)
 
     def _refit(self, live: Mapping[str, torch.Tensor]) -> None:
         package = self._sdk.load()
@@ -217,20 +223,23 @@ class TensorRTEngine:
         #: Something to point at where a tensor has no elements.
         self._spare = torch.empty(_ALIGNMENT, dtype=torch.uint8, device=self._device)
 
-    def _own_context(self) -> _Context:
+    def _own_context(self) -> tuple[_Context, Mapping[str, torch.Tensor]]:
+        """This thread's context, and the tensors that its addresses are of."""
         mine: _Context | None = getattr(self._local, "mine", None)
-        if mine is None or mine.generation != self._generation:
+        generation, bound = self._bound
+        if mine is None or bound is None or mine.generation != generation:
             with self._lock:
                 if self._engine is None:
                     raise EngineLoadError("the engine was closed")
-                if self._bound is None:
+                generation, bound = self._bound
+                if bound is None:
                     raise EngineLoadError(f"{self._path}: the engine has no weights")
                 mine = mine or _Context(self._engine.create_execution_context(), self._device)
-                for name, tensor in self._bound.items():
+                for name, tensor in bound.items():
                     mine.context.set_tensor_address(name, tensor.data_ptr() or self._spare.data_ptr())
-                mine.generation = self._generation
+                mine.generation = generation
                 self._local.mine = mine
-        return mine
+        return mine, bound
 
     def _feed(self, mine: _Context, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tell the context where the inputs are. What is returned must live until the work is queued."""

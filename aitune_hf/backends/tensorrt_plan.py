@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from aitune_hf.backends.tensorrt_sdk import Sdk
 from aitune_hf.errors import BuildError
 
 __all__ = ["Plan", "PlanOrder", "make_plan"]
 
 Shape = tuple[int, ...]
-#: What builds of this process have measured on its GPU, by package: the next one need not measure it again.
-_timings: dict[str, bytes] = {}
+#: What builds of this process have measured, by package and GPU: the next one need not measure it again.
+_timings: dict[tuple[str, str], bytes] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +43,10 @@ class Plan:
     Attributes:
         content: the serialised engine.
         inputs: names of the graph's inputs that it uses.
-        timing_cache: measurements of this build, data, of use to the next one; may be empty.
     """
 
     content: bytes
     inputs: tuple[str, ...]
-    timing_cache: bytes
 
 
 def make_plan(sdk: Sdk, model: bytes | Path, order: PlanOrder, where: str) -> Plan:
@@ -70,14 +70,15 @@ def make_plan(sdk: Sdk, model: bytes | Path, order: PlanOrder, where: str) -> Pl
     inputs = _add_profile(builder, config, network, order, where)
     cache = None
     if order.target is None:
-        cache = config.create_timing_cache(_timings.get(sdk.name, b""))
+        here = (sdk.name, torch.cuda.get_device_name())
+        cache = config.create_timing_cache(_timings.get(here, b""))
         config.set_timing_cache(cache, ignore_mismatch=False)
     content = builder.build_serialized_network(network, config)
     if content is None:
         raise BuildError(f"{where}: {sdk.title} cannot build this graph{_aim(order)}: {_complaint(said)}")
     if cache is not None:
-        _timings[sdk.name] = bytes(cache.serialize())
-    return Plan(content=bytes(content), inputs=inputs, timing_cache=_timings[sdk.name] if cache is not None else b"")
+        _timings[here] = bytes(cache.serialize())
+    return Plan(content=bytes(content), inputs=inputs)
 
 
 def _network_flags(package: Any) -> int:

@@ -26,7 +26,8 @@ from aitune_hf.tuning.verdict import EngineRecord
 
 __all__ = ["SCHEMA", "PipelineRecord", "SharedEngine", "SharedVerdict", "TunedIn", "record_path"]
 
-SCHEMA = 1
+#: 2: a lossy engine has a fallback.
+SCHEMA = 2
 _MAX_FILE_BYTES = 64 * 2**30
 
 

@@ -54,6 +54,16 @@ class LossyEngine:
         known = next(measured, mine.similarity)
         return known if known is not None else 1.0
 
+    @property
+    def is_checked(self) -> bool:
+        """True once its outputs were compared with eager's in this process."""
+        return self.chosen.installed.trusted or self.failed is not None
+
+    @property
+    def failed(self) -> str | None:
+        """Why it must not be used at all."""
+        return self.chosen.installed.failed
+
     def admit(self, book: VerdictBook, budget: QualityBudget, value: float) -> None:
         """Keep it, and note in the verdict what was measured, and with which weights."""
         verdict, record = self._verdict(book), self.chosen.record
@@ -79,6 +89,7 @@ class LossyEngine:
         self.patched._install(kept, reasons)
         self.chosen.installed.engine.close()
         if found is not None and found.record.result.lossy:  # Nothing is decided yet.
+            book.withdraw(verdict, record)  # But what an earlier tuning said of it holds no more, come what may.
             self._note(found, why)
             return replace(self, chosen=found, before=[*self.before, record])
         verdict.remove(record)
@@ -108,8 +119,6 @@ class LossyEngine:
             except CandidateError as error:
                 logger.warning("%s: a fallback of a lossy engine is not used: %s", self.patched.label, error)
                 continue
-            # An untrusted engine's first answer is eager's, and what is to be measured next is this one's own.
-            installed.trusted = record.result.lossy
             return Chosen(installed=installed, record=record, verdict=self.chosen.verdict)
         return None
 

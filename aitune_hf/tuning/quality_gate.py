@@ -57,17 +57,24 @@ def hold_to_budget(
     """
     left = list(lossy)
     taken_back: list[LossyEngine] = []
-    value = _worst(budget, drive, samples, eager, progress)
-    while left and not budget.holds(value):
-        why = f"with it the pipeline's outputs missed the quality budget: {value:.9g}, asked for {budget}"
-        worst = min(left, key=lambda one: one.similarity).engine
-        for one in [one for one in left if one.engine == worst]:
+    while True:
+        _check(left, drive, samples)
+        value = _worst(budget, drive, samples, eager, progress)
+        out = [one for one in left if one.failed is not None]  # Some may fail in use.
+        if out:
+            why = str(out[0].failed)
+        elif not left or budget.holds(value):
+            break
+        else:
+            worst = min(left, key=lambda one: one.similarity).engine
+            out = [one for one in left if one.engine == worst]
+            why = f"with it the pipeline's outputs missed the quality budget: {value:.9g}, asked for {budget}"
+        for one in out:
             left.remove(one)
             taken_back.append(one)
             in_its_place = one.take_back(book, why)
             if in_its_place is not None:
                 left.append(in_its_place)
-        value = _worst(budget, drive, samples, eager, progress)
     for one in left:
         one.admit(book, budget, value)
     return QualityOutcome(
@@ -76,6 +83,15 @@ def hold_to_budget(
         admitted=[one.label for one in left],
         taken_back=[one.label for one in taken_back],
     )
+
+
+def _check(lossy: Sequence[LossyEngine], drive: Callable[[Any], object], samples: Sequence[Any]) -> None:
+    """Run samples until each engine has had its first call, which eager answers, and which it is checked on."""
+    for sample in samples:
+        if all(one.is_checked for one in lossy):
+            return
+        with preserved():
+            drive(sample)
 
 
 def _worst(

@@ -66,6 +66,10 @@ class EngineRecord:
         """The best one of the chain that is not lossy."""
         return next((one for one in self.chain() if not one.result.lossy), None)
 
+    def takes_all_of(self, other: EngineRecord) -> bool:
+        """True if it takes every combination of shapes that another one takes."""
+        return all(self.envelope.mismatch(shapes) is None for shapes in other.envelope.corners())
+
     def is_for(self, weights: WeightsDigest, *, measured: bool = False) -> bool:
         """True unless it holds other weights than the module has now.
 

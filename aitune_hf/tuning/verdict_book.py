@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
@@ -28,6 +28,7 @@ from aitune_hf.tuning.verdict import (
     read_verdict,
     verdict_name,
     verdicts_of,
+    write_verdict,
 )
 from aitune_hf.version import __version__
 
@@ -150,14 +151,34 @@ class VerdictBook:
         return engines, reasons
 
     def _restore(self, subject: Subject, verdict: Verdict, engines: list[InstalledEngine]) -> None:
+        """What was admitted for these weights first; a fallback only for shapes that nothing else takes."""
+        taken: list[EngineRecord] = []
+
+        def take(records: Iterable[EngineRecord]) -> None:
+            for record in records:
+                if any(record.key == other.key or other.takes_all_of(record) for other in taken):
+                    return
+                try:
+                    engines.append(self.load(subject, verdict, record))
+                except CandidateError as error:
+                    logger.warning("%s: %s", subject.path, error)
+                else:
+                    taken.append(record)
+                    return
+
         for record in verdict.engines:
-            try:
-                usable = (one for one in record.chain() if one.is_for(subject.weights, measured=True))
-                found = next(usable, None)
-                if found is not None:
-                    engines.append(self.load(subject, verdict, found))
-            except CandidateError as error:
-                logger.warning("%s: %s", subject.path, error)
+            if record.is_for(subject.weights, measured=True):
+                take([record])
+        for record in verdict.engines:
+            take(one for one in record.chain() if one.is_for(subject.weights, measured=True))
+
+    def withdraw(self, verdict: Verdict, record: EngineRecord) -> None:
+        """Take back, in what was written of an engine, that it was admitted."""
+        place = verdict.hierarchy_hash, verdict.graph.key[:32], verdict.environment, self.policy
+        latest = read_verdict(self.store, *place)
+        if latest is not None and any(one.key == record.key for one in latest.engines):
+            latest.engines = [replace(one, admitted=None) if one.key == record.key else one for one in latest.engines]
+            write_verdict(self.store, latest)
 
     def load(self, subject: Subject, verdict: Verdict, record: EngineRecord) -> InstalledEngine:
         """Load an engine that won.

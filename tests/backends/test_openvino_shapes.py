@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from aitune_hf.backends import openvino_sdk
-from aitune_hf.backends.openvino_shapes import AT_CALL, MAX_BYTES, MAX_MODELS, ShapedModels
+from aitune_hf.backends.openvino_shapes import AT_CALL, MAX_BYTES, MAX_MODELS, ROOM, ShapedModels
 
 
 class Doubling:
@@ -112,13 +113,53 @@ def test_there_are_only_so_many() -> None:
     assert len(maker.made) == MAX_MODELS
 
 
-def test_large_models_get_fewer_or_none() -> None:
-    for weight_bytes, count in ((MAX_BYTES // 2, 2), (MAX_BYTES + 1, 0)):
-        maker = Maker()
-        models = shaped(maker, weight_bytes=weight_bytes)
+def test_all_engines_together_take_only_so_much_memory() -> None:
+    gc.collect()
+    before = ROOM.used
+    each = (MAX_BYTES - before) // 3
+    many, makers = [], []
+    for _ in range(2):
+        makers.append(Maker())
+        many.append(shaped(makers[-1], weight_bytes=each))
         for size in range(1, 6):
-            call(models, size, AT_CALL + 1)
-        assert len(maker.made) == count
+            call(many[-1], size, 2 * AT_CALL)
+    assert [len(maker.made) for maker in makers] == [3, 0]
+    assert ROOM.used == before + 3 * each
+    del many[0]
+    gc.collect()
+    assert ROOM.used == before, "what engines had is free once they are gone"
+    call(many[0], 7, AT_CALL)
+    assert makers[1].made == [[7]]
+
+
+def test_a_model_that_is_not_used_takes_no_memory() -> None:
+    gc.collect()
+    before = ROOM.used
+    models = shaped(Maker(lambda: Doubling(lambda x: x + 1)), weight_bytes=1000)
+    call(models, 3, 2 * AT_CALL)
+    assert ROOM.used == before
+
+
+def test_a_model_is_made_once_however_many_ask_for_it() -> None:
+    class Slow(Doubling):
+        """The one for all; holds up one call until others have made a model."""
+
+        def run(self, place: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            if place == 1:
+                begun.set()
+                assert go_on.wait(20)
+            return super().run(place, inputs)
+
+    begun, go_on, maker = threading.Event(), threading.Event(), Maker()
+    models = shaped(maker, Slow())
+    call(models, 3, AT_CALL - 1)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(models.run, 1, [torch.ones(3)])
+        assert begun.wait(20)
+        call(models, 3)
+        go_on.set()
+        late.result(20)
+    assert maker.made == [[3]]
 
 
 def test_others_go_on_while_one_is_made() -> None:

@@ -171,7 +171,7 @@ def test_a_record_that_says_something_else_is_refused(
 def test_a_record_of_a_later_version_is_told_apart(machine: Machines, tmp_path: Path) -> None:
     (record,) = records(machine, tmp_path, 1)
     with pytest.raises(UnknownSchemaError, match="upgrade aitune-hf"):
-        PipelineRecord.from_bytes(record.pipeline_hash, spoil(record, lambda body: body.update(schema=2)))
+        PipelineRecord.from_bytes(record.pipeline_hash, spoil(record, lambda body: body.update(schema=3)))
 
 
 def test_one_flipped_byte_is_noticed(machine: Machines, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from aitune_hf import TuneConfig, stats, tune
 from aitune_hf.backends.base import BuildRequest, Recipe
 from aitune_hf.cache import LocalStore
 from aitune_hf.errors import BuildError, ConfigError, EngineLoadError, SampleError
-from aitune_hf.jit.patcher import unpatch_tree
+from aitune_hf.jit.patcher import patched_modules, unpatch_tree
 from aitune_hf.quality import QualityBudget
 from aitune_hf.tuning.drive import restore_modules
 from aitune_hf.tuning.output_metrics import final_arrays, kept_output, measure
@@ -157,6 +158,93 @@ def test_a_fallback_that_is_gone_from_the_cache_is_passed_over(
     report = tune(model, [X], relaxed(tmp_path, Forgetful({"rougher": 0.2, "rough": 0.01, "exact": 0.0})))
     assert report.rows[0].backend == "graded[speed=exact]"
     assert "a fallback of a lossy engine is not used: lost" in caplog.text
+
+
+def values(*numbers: float) -> Any:
+    """A metric that gives these, one after the other, and the last one for good."""
+    left = list(numbers)
+
+    def metric(eager: Any, tuned: Any) -> float:
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    return metric
+
+
+def test_a_fallback_is_checked_before_it_is_believed(tmp_path: Path, model: nn.Module) -> None:
+    """It was right in the contest, but that may be long ago, and on other weights."""
+
+    class Broken(Graded):
+        loads = 0
+
+        def load(self, request: Any) -> Any:
+            self.loads += request.engine["options"]["speed"] == "rough"
+            return super().load(request)
+
+        def change(self, leaves: list[torch.Tensor], engine: Any) -> list[torch.Tensor]:
+            broken = engine["options"]["speed"] == "rough" and self.loads > 1
+            return [leaf * -1 for leaf in leaves] if broken else super().change(leaves, engine)
+
+    backend = Broken({"rougher": 0.2, "rough": 0.01, "exact": 0.0})
+    budget = QualityBudget(metric=values(1.0, 0.0), most=0.5)
+    report = tune(model, [X], relaxed(tmp_path, backend, quality=budget))
+    assert report.rows[0].backend == "graded[speed=exact]"
+    assert "cosine similarity" in outcomes(report)["graded[speed=rough]"][1]
+    assert report.quality.admitted == []
+
+
+def test_an_admission_that_does_not_hold_any_more_is_taken_back_at_once(tmp_path: Path, model: nn.Module) -> None:
+    def metric(eager: Any, tuned: Any) -> float:
+        measured.append(answer[len(measured)] if len(measured) < len(answer) else -1.0)
+        if measured[-1] < 0:
+            raise KeyboardInterrupt
+        return measured[-1]
+
+    measured: list[float] = []
+    answer = [0.0]
+    config = relaxed(tmp_path, Graded(LEVELS), quality=QualityBudget(metric=metric, most=0.5))
+    assert tune(model, [X], config).quality.admitted == ["Waiting: graded[speed=roughest]"]
+    measured.clear()
+    answer[:] = [1.0]
+    with pytest.raises(KeyboardInterrupt):
+        tune(model, [X], config)  # Misses, and is interrupted while the next one is measured.
+    assert restore_modules({"": model}, config) == 1
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(X), Waiting.forward(model, X))
+    assert stats(model).engine_calls == 1
+
+
+def test_equal_modules_each_take_up_their_own_engine_alone(tmp_path: Path) -> None:
+    """A verdict that they share names an engine for the weights of each of them."""
+
+    class Trio(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(Waiting(2.0) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for part in self.parts:
+                x = part(x)
+            return x
+
+    recipes = [
+        Recipe(options={"speed": "strict"}, effort="fast", cost=0.0),
+        Recipe(options=LOW, weights="baked", lossy=True, effort="fast", cost=1.0),
+    ]
+    backend = QuickBackend("both", recipes=recipes, by_recipe={"strict": 1.5, "low": 0.0}, noise=0.001)
+    backend.fail = lambda request: BuildError("not as a whole") if request.path == "Trio" else None
+    model = Trio().eval()
+    config = relaxed(tmp_path, backend)
+    report = tune(model, [X], config)
+    assert len(report.quality.admitted) == 3
+    twin = copy.deepcopy(model)
+    unpatch_tree(twin)
+    assert restore_modules({"": twin}, config) == 3
+    installed = [one for patched in patched_modules(twin) for one in patched.engines]
+    assert [one.lossy for one in installed] == [True] * 3
+    other = Trio().eval()
+    assert restore_modules({"": other}, config) == 3
+    assert not any(one.lossy for patched in patched_modules(other) for one in patched.engines)
 
 
 def test_without_a_strict_winner_eager_takes_its_place(tmp_path: Path, model: nn.Module) -> None:
