@@ -50,7 +50,7 @@ def test_a_verdict_of_an_earlier_schema_counts_as_absent(tmp_path: Path, model: 
     report = tune(model, [X], config)
     # Decided anew, from the engine that is there.
     assert (report.builds, report.results[0].candidates[0].outcome) == (0, "won")
-    assert store.read_record(name)["schema"] == 2  # type: ignore[index]
+    assert store.read_record(name)["schema"] == SCHEMA  # type: ignore[index]
 
 
 def test_a_record_of_an_engine_survives_json(tmp_path: Path, model: nn.Module) -> None:
