@@ -150,8 +150,8 @@ def _hold_quality(
     eager: Sequence[Any],
 ) -> QualityOutcome | None:
     budget = session.config.quality
-    if budget is None or not tuner.lossy:
-        return None
+    if budget is None or not _has_engines(session):
+        return None  # Without lossy engines it is measured too: whoever gives a budget wants to know.
     session.replaying = True  # What is still being recorded must not be tuned in the middle of this.
     try:
         return hold_to_budget(tuner.lossy, budget, drive, samples, eager, tuner.book, tuner.progress)
@@ -159,8 +159,12 @@ def _hold_quality(
         session.replaying = False
 
 
+def _has_engines(session: TuningSession) -> bool:
+    return any(patched.engines for patched in walk(session.heads))
+
+
 def _require_engines(session: TuningSession, tuner: EngineTuner) -> None:
-    if any(patched.engines for patched in walk(session.heads)):
+    if _has_engines(session):
         return
     why = [f"{result.path}: {result.reason}" for result in tuner.results if result.reason]
     why += [f"{head.label}: {head.reasons['module']}" for head in session.heads if head.reasons.get("module")]

@@ -293,7 +293,15 @@ def test_a_broken_lossy_engine_is_wrong_before_any_budget_is_asked(tmp_path: Pat
     report = tune(model, [X], relaxed(tmp_path / "other", lossy_backend(-3.0)))
     assert outcomes(report)[LOSSY][0] == "wrong"
     assert "cosine similarity" in outcomes(report)[LOSSY][1]
-    assert report.quality is None
+    assert report.quality.admitted == report.quality.taken_back == []
+
+
+def test_quality_is_told_where_no_lossy_engine_is_in_use_too(tmp_path: Path, model: nn.Module) -> None:
+    report = tune(model, [X], relaxed(tmp_path, QuickBackend()))
+    assert 0 <= report.quality.value < 1e-4
+    assert "quality: " in str(report)
+    assert "lossy engines: none" in str(report)
+    assert tune(Waiting(0.0).eval(), [X], relaxed(tmp_path, QuickBackend(milliseconds=1.0))).quality is None
 
 
 def test_the_next_tuning_measures_again_and_builds_nothing(tmp_path: Path, model: nn.Module) -> None:
