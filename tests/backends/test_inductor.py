@@ -381,7 +381,7 @@ def test_building_again_gives_the_same(odd: Any, request_for: Callable[..., Buil
 def test_a_portable_engine(odd: Any, tmp_path: Path) -> None:
     request = BuildRequest(**{**vars(odd.request), "workdir": tmp_path, "options": {"portable": True}})
     result = InductorBackend().build(request)
-    assert result.engine["options"] == {"portable": True}
+    assert result.engine["options"]["portable"] is True
     portable = dataclasses.replace(odd, request=request, result=result)
     assert odd.difference(portable.load(), odd.module, odd.call(3)) < 1e-5
 

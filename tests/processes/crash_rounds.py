@@ -79,6 +79,16 @@ def held_locks(store: LocalStore) -> list[str]:
     return held
 
 
+def left_behind(store: LocalStore) -> list[str]:
+    """What stays in the temporary folder: at once, but for a record that was being written, and after an hour at all."""
+    temporary = store.root / "aitune/tmp"
+    at_once = [path.name for path in temporary.glob("*") if not path.name.startswith("record-")]
+    for path in temporary.glob("*"):
+        os.utime(path, (time.time() - 7200,) * 2)
+    store.sweep()
+    return sorted({*at_once, *(path.name for path in temporary.glob("*"))})
+
+
 def one_round(folder: Path, count: int, dice: random.Random, in_a_build: bool) -> dict[str, Any]:
     out, cache = folder / "out", folder / "cache"
     out.mkdir(parents=True)
@@ -103,7 +113,7 @@ def one_round(folder: Path, count: int, dice: random.Random, in_a_build: bool) -
         "problems": [f"{problem.path}: {problem.reason}" for problem in store.verify()],
         "held": held_locks(store),
         "swept": swept,
-        "left": sorted(path.name for path in (cache / "aitune/tmp").glob("*")),
+        "left": left_behind(store),
         "quarantined": (cache / "aitune/quarantine").exists(),
     }
 
