@@ -17,7 +17,7 @@ import torch
 
 from aitune_hf.backends.output_check import first_difference
 
-__all__ = ["AT_CALL", "Runnable", "ShapedModels"]
+__all__ = ["AT_CALL", "ROOM", "Runnable", "ShapedModels"]
 
 logger = logging.getLogger("aitune_hf")
 
@@ -121,17 +121,18 @@ class ShapedModels:
         return count >= AT_CALL
 
     def _try(self, sizes: Sizes, place: int, inputs: Sequence[torch.Tensor], expected: list[torch.Tensor]) -> None:
+        self._counts[sizes] = _NEVER  # It is tried once, whatever comes of it.
         if not ROOM.rent(self._bytes, self._rented):
-            self._counts[sizes] = _NEVER
             return
         try:
             own = self._make(sizes)
             problem = first_difference(own.run(place, inputs), expected, self._tolerance, exact_integers=True)
+            if problem is None:
+                self._own[sizes] = own
         except Exception as error:  # noqa: BLE001 - native code may raise anything; the one for all goes on.
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        if problem is None:
-            self._own[sizes] = own
-        else:
-            ROOM.give_back([self._rented.pop()])
-            self._counts[sizes] = _NEVER
+        finally:
+            if sizes not in self._own:
+                ROOM.give_back([self._rented.pop()])
+        if problem is not None:
             logger.info("%s: no model of its own for the sizes %s: %s", self._where, list(map(list, sizes)), problem)

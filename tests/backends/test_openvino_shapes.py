@@ -132,6 +132,20 @@ def test_all_engines_together_take_only_so_much_memory() -> None:
     assert makers[1].made == [[7]]
 
 
+def test_an_interrupt_while_one_is_made_costs_no_memory() -> None:
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    gc.collect()
+    before = ROOM.used
+    models = shaped(Maker(interrupted), weight_bytes=1000)
+    call(models, 3, AT_CALL - 1)
+    with pytest.raises(KeyboardInterrupt):
+        call(models, 3)
+    assert ROOM.used == before
+    call(models, 3, AT_CALL)
+
+
 def test_a_model_that_is_not_used_takes_no_memory() -> None:
     gc.collect()
     before = ROOM.used
