@@ -236,7 +236,10 @@ class ModuleGuard:
         ids, present, places, _ = self._accepted  # Read once: another thread may replace it.
         if list(map(id, values)) != ids:
             return True
-        return self._places_of(list(compress(values, present))) != places
+        tensors: Any = compress(values, present)
+        if not self._watch_versions:  # Most engines; the quickest way.
+            return list(map(_data_ptr, tensors)) != places
+        return self._places_of(list(tensors)) != places
 
     def weights_now(self) -> Places:
         """Where the weights are, for :meth:`accept_weights`."""
