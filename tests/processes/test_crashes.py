@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from conftest import HERE, Launch
+from launch_kit import HERE, Launch
 
 PROCESSES = 8
 PARTS = {"part14", "part15", "part16"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ranks_kit as kit
 import torch
-from conftest import Launch
+from launch_kit import Launch
 from torch import nn
 
 from aitune_hf import TuneConfig, stats

@@ -16,7 +16,7 @@ import pytest
 import ranks_kit as kit
 import torch
 from accelerate import PartialState
-from conftest import Launch
+from launch_kit import Launch
 from torch import nn
 
 from aitune_hf.cache import LocalStore
