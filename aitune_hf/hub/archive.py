@@ -34,6 +34,7 @@ def check_archive(path: Path, limits: Limits) -> None:
             _check_directory(file, path.name, limits)
             with zipfile.ZipFile(file) as archive:
                 members = archive.infolist()
+    # NotImplementedError: from zipfile, of a version or a compression that it does not know.
     except (zipfile.BadZipFile, struct.error, OSError, ValueError, NotImplementedError, OverflowError) as error:
         raise Objection("malformed", f"{path.name} is no zip archive, or a damaged one: {error}") from error
     seen: set[str] = set()

@@ -176,7 +176,7 @@ class FsspecRemote:
                 self._pour(addition.source, out)
         except FileExistsError as error:
             raise RemoteConflictError(f"{self.url}: {addition.path} was made by somebody else meanwhile") from error
-        except (NotImplementedError, ValueError):  # It cannot make a file only where there is none.
+        except (NotImplementedError, ValueError):  # From file systems that cannot make a file only where there is none.
             self._write(addition)
 
     def _write(self, addition: Addition) -> None:
@@ -214,7 +214,7 @@ class FsspecRemote:
                 f"{self.url}: another process has been writing to it for {_LOCK_S:.0f} s; try again later",
                 "unreachable",
             ) from error
-        except NotImplementedError as error:
+        except NotImplementedError as error:  # From filelock, where the file system has none.
             raise RemoteError(
                 f"{self.url}: its file system has no locks, so it cannot be written safely", "broken"
             ) from error

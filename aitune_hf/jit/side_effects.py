@@ -70,8 +70,8 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
         if torch.equal(a, b):
             return True
         return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
-    except (RuntimeError, NotImplementedError):
-        return True  # A tensor that cannot be compared (sparse, quantised) has its version.
+    except (RuntimeError, NotImplementedError):  # From torch, which compares no such tensors (sparse, quantised).
+        return True  # They have their version.
 
 
 def _version(tensor: torch.Tensor) -> int:

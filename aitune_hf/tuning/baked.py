@@ -76,6 +76,7 @@ class WeightsDigest:
             known = self._known.get(name)
             if known is None or known.tensor() is not tensor or known.state != state:
                 known = self._known[name] = _Known(weakref.ref(tensor), state, _bytes_digest(tensor))
+        # NotImplementedError: from torch, of tensors that have no memory of their own to read (meta, some subclasses).
         except (NotImplementedError, RuntimeError, TypeError) as error:
             raise EngineLoadError(f"the bytes of {name} ({type(tensor).__name__}) cannot be read: {error}") from error
         return known.digest

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 from aitune_hf.backends.base import Backend, full_version
-from aitune_hf.cache import Environment, LocalStore
+from aitune_hf.cache import EngineKey, Environment, LocalStore
 from aitune_hf.config import TuneConfig
 from aitune_hf.errors import CandidateError, CorrectnessError, EngineLoadError, UntunableError
 from aitune_hf.graph.sample_metadata import Shapes
@@ -153,15 +153,19 @@ class VerdictBook:
     def _restore(self, subject: Subject, verdict: Verdict, engines: list[InstalledEngine]) -> None:
         """What was admitted for these weights first; a fallback only for shapes that nothing else takes."""
         taken: list[EngineRecord] = []
+        lost: set[EngineKey] = set()
 
         def take(records: Iterable[EngineRecord]) -> None:
             for record in records:
                 if any(record.key == other.key or other.takes_all_of(record) for other in taken):
                     return
+                if record.key in lost:
+                    continue
                 try:
                     engines.append(self.load(subject, verdict, record))
                 except CandidateError as error:
                     logger.warning("%s: %s", subject.path, error)
+                    lost.add(record.key)
                 else:
                     taken.append(record)
                     return

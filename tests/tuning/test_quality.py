@@ -214,6 +214,32 @@ def test_an_admission_that_does_not_hold_any_more_is_taken_back_at_once(tmp_path
     assert stats(model).engine_calls == 1
 
 
+def test_at_a_start_the_chain_goes_on_where_an_engine_cannot_be_loaded(
+    tmp_path: Path, model: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Unreadable(Graded):
+        loads: int = 0
+
+        def load(self, request: Any) -> Any:
+            if request.engine["options"]["speed"] == "rough":
+                self.loads += 1
+                raise EngineLoadError("cannot be read")
+            return super().load(request)
+
+    levels = {"rough": 0.01, "exact": 0.0}
+    config = relaxed(tmp_path, Graded(levels))
+    assert tune(model, [X], config).rows[0].backend == "graded[speed=rough]"
+    unpatch_tree(model)
+    backend = Unreadable(levels)
+    assert restore_modules({"": model}, replace(config, backends=(backend,))) == 1
+    assert backend.loads == 1
+    assert caplog.text.count("cannot be read") == 1
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(X), Waiting.forward(model, X))
+    assert stats(model).engine_calls == 1
+
+
 def test_equal_modules_each_take_up_their_own_engine_alone(tmp_path: Path) -> None:
     """A verdict that they share names an engine for the weights of each of them."""
 
